@@ -1,0 +1,160 @@
+"""One training step's window: its clean gradient, moved weights, and evaluations at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.step._direction import Bucket, Direction, Group
+from flatmin.step._guard import Buffers, ForeignGradients, Generators
+
+
+class Backup:
+    """Storage for the weights while they are moved, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._store: dict[int, Tensor] = {}
+
+    def copy(self, bucket: Bucket) -> list[Tensor]:
+        """A copy of the bucket's weights; valid until the next call that names the same parameters."""
+        copies = []
+        for parameter, weight in zip(bucket.parameters, bucket.weights, strict=True):
+            copy = self._store.get(id(parameter))
+            if copy is None or not _alike(copy, weight):
+                copy = self._store[id(parameter)] = torch.empty_like(weight, requires_grad=False)
+            copies.append(copy)
+        torch._foreach_copy_(copies, bucket.weights)
+        return copies
+
+    def keep_only(self, identities: set[int]) -> None:
+        """Forget parameters that no longer belong to the optimizer."""
+        if len(self._store) > len(identities):
+            self._store = {key: value for key, value in self._store.items() if key in identities}
+
+
+class Window:
+    """What a method sees of one step: take the clean gradient, move, evaluate.
+
+    ``evaluate`` recomputes the gradient of the whole window at the weights as they are; ``scale`` is the
+    loss scale that all gradients carry.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],  # a closure's loss or nothing; not looked at
+        *,
+        groups: list[Group],
+        model: nn.Module | None,
+        backup: Backup,
+        start: Generators | None,
+        scale: float = 1.0,
+        plant: bool = False,
+    ) -> None:
+        self.scale = scale
+        self.evaluations = 0
+        self._evaluate = evaluate
+        self._groups = groups
+        self._backup = backup
+        self._start = start
+        self._after = Buffers(model)
+        own = {id(parameter) for group in groups for parameter in group["params"]}
+        backup.keep_only(own)
+        self._foreign = ForeignGradients(model, own)
+        self._plant = plant
+
+    def take_gradient(self) -> Direction:
+        """The gradient that stands in ``.grad`` now, moved out of it."""
+        return Direction.take(self._groups)
+
+    @contextmanager
+    def moved(self, direction: Direction) -> Iterator[None]:
+        """Stand at w + direction inside the block; afterwards, also after an error, at w bit for bit.
+
+        The direction is used up, so that its memory is free during the evaluation.
+        """
+        buckets = [bucket for bucket in direction.buckets if bucket.values]
+        direction.buckets = []
+        moved = [bucket.weights for bucket in buckets]
+        with torch.no_grad():
+            copies = [self._backup.copy(bucket) for bucket in buckets]
+        try:
+            with torch.no_grad():
+                while buckets:
+                    _add(buckets.pop())
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            with torch.no_grad():
+                for weights, copy in zip(moved, copies, strict=True):
+                    torch._foreach_copy_(weights, copy)
+            # Within one autocast region the low-precision casts of the weights are cached; the cache does
+            # not notice that the weights have moved.
+            torch.clear_autocast_cache()
+
+    def evaluate(self) -> None:
+        """Replace every ``.grad`` by the window's gradient at the weights as they are."""
+        self._foreign.clear()
+        for group in self._groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        planted = _Planted(self._groups) if self._plant else None
+        if self._start is not None:
+            self._start.restore()
+        try:
+            with torch.enable_grad():
+                self._evaluate()
+        finally:
+            self._after.restore()
+            self._foreign.restore()
+        self.evaluations += 1
+        if planted is not None:
+            planted.check()
+            self._plant = False
+
+
+class _Planted:
+    """A mark in one small ``.grad`` that a closure which zeroes its gradients wipes out.
+
+    A closure that does not (accumulation inside Lightning or Accelerate, a forgotten ``zero_grad``) would
+    leave the perturbed gradient incomplete or wrong without a word.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        small = [
+            parameter
+            for group in groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel() > 0
+        ]
+        self._parameter = min(small, key=lambda parameter: int(parameter.numel()), default=None)
+        if self._parameter is not None:
+            self._mark = torch.finfo(self._parameter.dtype).max / 4
+            self._parameter.grad = torch.full_like(self._parameter, self._mark, requires_grad=False)
+            self._grad = self._parameter.grad
+
+    def check(self) -> None:
+        """Raise if the mark is still there."""
+        if self._parameter is None or self._parameter.grad is not self._grad:
+            return
+        if bool((self._grad > self._mark / 2).all()):
+            self._parameter.grad = None
+            raise RuntimeError(
+                "the closure does not zero the gradients: it must call zero_grad() before backward(). If the "
+                "loop accumulates over several batches, use begin_window() and transform(evaluate) instead"
+            )
+
+
+def _alike(copy: Tensor, weight: Tensor) -> bool:
+    return copy.shape == weight.shape and copy.dtype == weight.dtype and copy.device == weight.device
+
+
+def _add(bucket: Bucket) -> None:
+    if bucket.weights[0].dtype == bucket.values[0].dtype:
+        torch._foreach_add_(bucket.weights, bucket.values)
+        return
+    for weight, value in zip(bucket.weights, bucket.values, strict=True):
+        weight.copy_(value.add_(weight))  # summed in float32, rounded once
