@@ -226,7 +226,8 @@ def _write(value: Option) -> str:
 
 def _try(text: str, part: Part) -> None:
     """Build the part on a model of one weight, so that a value that its class refuses is refused here."""
-    model = torch.nn.Linear(1, 1)
+    with torch.random.fork_rng(devices=[]):  # parsing a string must not draw from the user's generator
+        model = torch.nn.Linear(1, 1)
     base = torch.optim.SGD(model.parameters(), lr=1.0)
     supplied = {"base": base, "model": model, "layer": model, "steps_per_epoch": 100, "optimizer": base}
     with warnings.catch_warnings():

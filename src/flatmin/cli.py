@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 2)
     except (OSError, sqlite3.Error) as error:
         return _complain(f"{error}; finished runs are kept, go on with --resume", 1)
-    except (KeyboardInterrupt, typer.Abort):
+    except _InterruptedError:
         return _complain("interrupted; finished runs are kept, go on with --resume", 130)
     except Exception as error:
         # typer's usage errors: its exception classes are not public in every version it supports.
@@ -60,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class _BadInputError(Exception):
     pass
+
+
+class _InterruptedError(Exception):
+    """Ctrl-C during a study, under a name of our own: typer gives KeyboardInterrupt a meaning of its own."""
 
 
 def _complain(message: str, status: int) -> int:
@@ -117,7 +121,9 @@ def compare(
         raise _BadInputError(str(error)) from error
     result = _run(study)
     console = Console()
-    console.print(result.table())
+    for table in result.tables(console.width):
+        console.print(table)
+        console.print()
     console.print(result.caption(), markup=False, highlight=False)
     if result.footnote():
         console.print(result.footnote(), markup=False, highlight=False)
@@ -164,4 +170,7 @@ def _run(study: Study) -> StudyResult:
                     f"{record.method}, seed {record.seed}: {record.status}: {record.message}", markup=False
                 )
 
-        return study.run(progress)
+        try:
+            return study.run(progress)
+        except KeyboardInterrupt:
+            raise _InterruptedError from None

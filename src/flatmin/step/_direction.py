@@ -38,24 +38,27 @@ class Direction:
     @classmethod
     def take(cls, groups: Iterable[Group]) -> Direction:
         """Move every ``.grad`` of ``groups`` into a new direction; a parameter listed twice counts once."""
-        buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
+        buckets: list[Bucket] = []
         seen: set[int] = set()
-        for index, group in enumerate(groups):
+        for group in groups:
+            alike: dict[tuple[torch.device, torch.dtype], Bucket] = {}
+            kind, bucket = None, Bucket(group)
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
                 weight, value = _real_pair(parameter, grad)
-                key = (index, weight.device, weight.dtype)
-                bucket = buckets.get(key)
-                if bucket is None:
-                    bucket = buckets[key] = Bucket(group)
+                # Mostly the bucket of the one before: comparing is cheaper than hashing.
+                if (device_and_type := (weight.device, weight.dtype)) != kind:
+                    kind = device_and_type
+                    bucket = alike.setdefault(kind, Bucket(group))
                 bucket.parameters.append(parameter)
                 bucket.weights.append(weight)
                 bucket.values.append(value)
                 parameter.grad = None
-        return cls(list(buckets.values()))
+            buckets.extend(alike.values())
+        return cls(buckets)
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -101,6 +104,8 @@ class Direction:
 
 
 def _real_pair(parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    if grad.dtype == parameter.dtype == torch.float32 and grad.layout == torch.strided and not grad.requires_grad:
+        return parameter, grad
     if grad.layout != torch.strided:
         grad = grad.to_dense()
     weight: Tensor = parameter

@@ -26,20 +26,32 @@ class Generators:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
+def modules_of(model: nn.Module | None) -> list[nn.Module]:
+    """Every module of ``model`` once; done once a step, since walking names costs more than small layers do."""
+    if model is None:
+        return []
+    found = {id(model): model}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
+
+
 class Buffers:
-    """All buffers of a model: which tensor stands under which name, and its value.
+    """All buffers of some modules: which tensor stands under which name, and its value.
 
     Saving and putting back is right for any module, unlike freezing by class or by momentum: it covers
     ``num_batches_tracked``, spectral-norm vectors, custom layers and buffers that a forward replaces.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         self._saved: list[tuple[Tensor, Tensor]] = []
-        if model is None:
-            return
         seen: set[int] = set()
-        for module in model.modules():
+        for module in modules:
             if not module._buffers:
                 continue
             self._places.append((module._buffers, dict(module._buffers)))
@@ -56,7 +68,7 @@ class Buffers:
         for buffer, value in self._saved:
             buffer.copy_(value)
         for place, content in self._places:
-            if place != content:
+            if place.keys() != content.keys() or any(place[name] is not content[name] for name in content):
                 place.clear()
                 place.update(content)
 
@@ -68,16 +80,15 @@ def _can_change(buffer: Tensor) -> bool:
 
 
 class ForeignGradients:
-    """Gradients of the model's parameters that another optimizer owns; a second pass must not add to them."""
+    """Gradients of parameters that another optimizer owns; a second pass must not add to them."""
 
-    def __init__(self, model: nn.Module | None, own: set[int]) -> None:
-        self._saved: list[tuple[nn.Parameter, Tensor | None]] = []
-        if model is not None:
-            self._saved = [
-                (parameter, parameter.grad)
-                for parameter in model.parameters()
-                if parameter.requires_grad and id(parameter) not in own
-            ]
+    def __init__(self, modules: list[nn.Module], own: set[int]) -> None:
+        self._saved = [
+            (parameter, parameter.grad)
+            for module in modules
+            for parameter in module._parameters.values()
+            if parameter is not None and parameter.requires_grad and id(parameter) not in own
+        ]
 
     def clear(self) -> None:
         """Let the coming pass write into fresh gradients."""

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatmin import _check
 from flatmin.step._direction import Group
-from flatmin.step._guard import Buffers, Generators
+from flatmin.step._guard import Buffers, Generators, modules_of
 from flatmin.step._window import Backup, Window
 
 _NOT_OURS = (
@@ -139,13 +139,16 @@ class Step(Optimizer):
         if not callable(closure):
             raise TypeError(f"closure must be callable, got {_check.show(closure)}")
         with self._exclusive():
-            buffers = Buffers(self.model)
-            generators = Generators(self._devices())
+            modules, devices = modules_of(self.model), self._devices()
+            buffers = Buffers(modules)
+            generators = Generators(devices)
             try:
                 with torch.enable_grad():
                     loss = _checked_loss(closure())
                 self._run(
                     lambda: _checked_loss(closure()),
+                    modules,
+                    devices,
                     generators if self.replay_rng else None,
                     plant=not self._closure_checked,
                 )
@@ -191,9 +194,10 @@ class Step(Optimizer):
                 "dropout masks; or construct the step with replay_rng=False"
             )
         with self._exclusive():
-            generators = Generators(self._devices())
+            devices = self._devices()
+            generators = Generators(devices)
             try:
-                self._run(evaluate, start if self.replay_rng else None, scale=factor)
+                self._run(evaluate, modules_of(self.model), devices, start if self.replay_rng else None, scale=factor)
             except BaseException:
                 generators.restore()
                 self._drop_gradients()
@@ -206,6 +210,8 @@ class Step(Optimizer):
     def _run(
         self,
         evaluate: Callable[[], Any],
+        modules: list[nn.Module],
+        devices: set[torch.device],
         start: Generators | None,
         *,
         scale: float = 1.0,
@@ -215,11 +221,11 @@ class Step(Optimizer):
             self._check_group(group)
         if all(p.grad is None for group in self.param_groups for p in group["params"]):
             raise RuntimeError("no parameter has a gradient: the clean pass must call backward() on its loss")
-        end = Generators(self._devices())
+        end = Generators(devices)
         window = Window(
             evaluate,
             groups=self.param_groups,
-            model=self.model,
+            modules=modules,
             backup=self._backup,
             start=start,
             scale=scale,
@@ -241,7 +247,9 @@ class Step(Optimizer):
             self._running = False
 
     def _devices(self) -> set[torch.device]:
-        return {parameter.device for group in self.param_groups for parameter in group["params"]}
+        devices = [parameter.device for group in self.param_groups for parameter in group["params"]]
+        # One comparison where all are alike: hashing hundreds of devices would be felt on small layers.
+        return {devices[0]} if devices.count(devices[0]) == len(devices) else set(devices)
 
     def _drop_gradients(self) -> None:
         for group in self.param_groups:

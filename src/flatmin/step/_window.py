@@ -18,15 +18,25 @@ class Backup:
 
     def __init__(self) -> None:
         self._store: dict[int, Tensor] = {}
+        # Which copies serve which list of parameters, so that an ordinary step looks nothing up.
+        self._lists: dict[tuple[int, ...], tuple[list[torch.Size], list[Tensor]]] = {}
 
     def copy(self, bucket: Bucket) -> list[Tensor]:
         """A copy of the bucket's weights; valid until the next call that names the same parameters."""
-        copies = []
-        for parameter, weight in zip(bucket.parameters, bucket.weights, strict=True):
-            copy = self._store.get(id(parameter))
-            if copy is None or not _alike(copy, weight):
-                copy = self._store[id(parameter)] = torch.empty_like(weight, requires_grad=False)
-            copies.append(copy)
+        key = tuple(map(id, bucket.parameters))
+        shapes = [weight.shape for weight in bucket.weights]
+        known_shapes, copies = self._lists.get(key, ([], []))
+        # All of a bucket's weights have one dtype and device; `model.to()` changes them under the same ids.
+        if known_shapes != shapes or not _alike(copies[0], bucket.weights[0]):
+            copies = []
+            for parameter, weight in zip(bucket.parameters, bucket.weights, strict=True):
+                copy = self._store.get(id(parameter))
+                if copy is None or copy.shape != weight.shape or not _alike(copy, weight):
+                    copy = self._store[id(parameter)] = torch.empty_like(weight, requires_grad=False)
+                copies.append(copy)
+            if len(self._lists) > 64:  # gradients that come and go (routing) make many lists
+                self._lists.clear()
+            self._lists[key] = shapes, copies
         torch._foreach_copy_(copies, bucket.weights)
         return copies
 
@@ -34,6 +44,7 @@ class Backup:
         """Forget parameters that no longer belong to the optimizer."""
         if len(self._store) > len(identities):
             self._store = {key: value for key, value in self._store.items() if key in identities}
+            self._lists.clear()
 
 
 class Window:
@@ -48,7 +59,7 @@ class Window:
         evaluate: Callable[[], Any],  # a closure's loss or nothing; not looked at
         *,
         groups: list[Group],
-        model: nn.Module | None,
+        modules: list[nn.Module],
         backup: Backup,
         start: Generators | None,
         scale: float = 1.0,
@@ -60,10 +71,10 @@ class Window:
         self._groups = groups
         self._backup = backup
         self._start = start
-        self._after = Buffers(model)
+        self._after = Buffers(modules)
         own = {id(parameter) for group in groups for parameter in group["params"]}
         backup.keep_only(own)
-        self._foreign = ForeignGradients(model, own)
+        self._foreign = ForeignGradients(modules, own)
         self._plant = plant
 
     def take_gradient(self) -> Direction:
@@ -149,7 +160,7 @@ class _Planted:
 
 
 def _alike(copy: Tensor, weight: Tensor) -> bool:
-    return copy.shape == weight.shape and copy.dtype == weight.dtype and copy.device == weight.device
+    return copy.dtype == weight.dtype and copy.device == weight.device
 
 
 def _add(bucket: Bucket) -> None:

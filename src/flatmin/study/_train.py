@@ -1,0 +1,227 @@
+"""One run of a study: train a task's model with a method, and say how it went."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatmin import EMA, SwitchEMA
+from flatmin._extras import need
+from flatmin._grammar import Recipe
+from flatmin.study._memory import peak_bytes
+from flatmin.study._record import Record
+from flatmin.study._task import Data, Split, Task
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long every method trains: the same ``epochs``, or the same number of gradient evaluations.
+
+    Under ``"gradients"`` each method gets as many evaluations as the base optimizer takes in ``epochs``,
+    and its schedule is stretched over the steps that these make: SAM gets half of the base's steps.
+    """
+
+    kind: str
+    epochs: int
+
+    def steps(self, recipe: Recipe, steps_per_epoch: int) -> int:
+        """Optimizer steps of a run."""
+        total = self.epochs * steps_per_epoch
+        return total if self.kind == "epochs" else max(1, int(total / recipe.gradients))
+
+
+class _Setup:
+    """Everything that trains: built in one order from one seed, so that all methods start alike."""
+
+    def __init__(self, task: Task, recipe: Recipe, data: Data, seed: int, steps: int) -> None:
+        self.task = task
+        self.train = data.train
+        self.steps_per_epoch = math.ceil(len(data.train[1]) / task.batch_size)
+        torch.manual_seed(seed)
+        self.model = task.model()
+        self.order = torch.Generator().manual_seed(seed)
+        self.augmentation = torch.Generator().manual_seed(seed)
+        base = task.optimizer(self.model.parameters())
+        _scale_rate(base, recipe, self.steps_per_epoch)
+        built = recipe.build("step", base=base, model=self.model)
+        self.optimizer: torch.optim.Optimizer = built[0] if built else base
+        self.penalties = recipe.build("penalty", layer=task.head_of(self.model), model=self.model)
+        averages = recipe.build(
+            "average", model=self.model, steps_per_epoch=self.steps_per_epoch, optimizer=self.optimizer
+        )
+        self.average: EMA | SwitchEMA | None = averages[0] if averages else None
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: task.schedule(step / steps))
+        self.gradients = 0
+        # What was drawn while building must not shift the training's own draws.
+        torch.manual_seed(seed + 1)
+
+    def epoch(self) -> Iterator[Split]:
+        """The batches of one pass over the training split, in the seed's order."""
+        x, y = self.train
+        for index in torch.split(torch.randperm(len(y), generator=self.order), self.task.batch_size):
+            batch = x[index]
+            if self.task.augment is not None:
+                batch = self.task.augment(batch, self.augmentation)
+            yield batch, y[index]
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        """One optimizer step; the clean loss."""
+
+        def closure() -> Tensor:
+            self.gradients += 1
+            self.optimizer.zero_grad()
+            loss = self.task.loss(self.model(x), y)
+            for penalty in self.penalties:
+                loss = loss + penalty()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        self.model.train()
+        loss: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]  # torch says float
+        if self.average is not None:
+            self.average.update()
+        self.schedule.step()
+        return float(loss.detach())
+
+    def measured(self) -> Any:
+        """A context in which the model holds the weights that the method would deliver."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+
+def run(task: Task, recipe: Recipe, seed: int, budget: Budget) -> Record:
+    """Train once; a loss that is not finite ends the run as ``diverged``.
+
+    The calling process's generators, thread count and determinism settings are as before afterwards.
+    """
+    with _isolated():
+        data = task.data(seed)
+        steps_per_epoch = math.ceil(len(data.train[1]) / task.batch_size)
+        steps = budget.steps(recipe, steps_per_epoch)
+        peak = _peak(task, recipe, steps_per_epoch)
+        setup = _Setup(task, recipe, data, seed, steps)
+        history: list[dict[str, float]] = []
+        done, seconds, finite = 0, 0.0, True
+        while done < steps and finite:
+            losses = []
+            began = time.perf_counter()
+            for x, y in setup.epoch():
+                losses.append(setup.step(x, y))
+                done += 1
+                finite = math.isfinite(losses[-1])
+                if done == steps or not finite:
+                    break
+            seconds += time.perf_counter() - began
+            if finite:
+                with setup.measured():
+                    accuracy, nll, _ = evaluate(setup.model, data.validation)
+                history.append(
+                    {
+                        "gradients": setup.gradients,
+                        "train_loss": sum(losses) / len(losses),
+                        "validation_accuracy": accuracy,
+                        "validation_nll": nll,
+                    }
+                )
+                # Nothing follows the last epoch: the delivered model is the average.
+                if done < steps and isinstance(setup.average, SwitchEMA):
+                    setup.average.switch()
+        metrics: dict[str, float] = {}
+        if finite:
+            with setup.measured():
+                metrics = _final(setup.model, data)
+            finite = all(math.isfinite(value) for value in metrics.values())
+        return Record(
+            task=task.name,
+            method=str(recipe),
+            seed=seed,
+            status="ok" if finite else "diverged",
+            metrics=metrics if finite else {},
+            history=history,
+            steps=done,
+            gradients=setup.gradients,
+            seconds=seconds,
+            peak_bytes=peak,
+            message="" if finite else f"the loss was not finite after step {done}",
+        )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split) -> tuple[float, float, float]:
+    """Accuracy in percent, NLL in nats, calibration error (15 bins) in percent; the mode is put back."""
+    calibration_error = need("torchmetrics.functional.classification", "study").multiclass_calibration_error
+    x, y = split
+    training = model.training
+    model.eval()
+    try:
+        logits = torch.cat([model(part) for part in torch.split(x, 1000)]).double()
+    finally:
+        model.train(training)
+    nll = nn.functional.cross_entropy(logits, y).item()
+    if not math.isfinite(nll):
+        return math.nan, math.nan, math.nan
+    accuracy = (logits.argmax(1) == y).double().mean().item()
+    ece = calibration_error(logits.softmax(1), y, num_classes=logits.shape[1], n_bins=15).item()
+    return 100 * accuracy, nll, 100 * ece
+
+
+def _final(model: nn.Module, data: Data) -> dict[str, float]:
+    test_accuracy, test_nll, test_ece = evaluate(model, data.test)
+    train_accuracy, train_nll, _ = evaluate(model, data.train)
+    return {
+        "test_accuracy": test_accuracy,
+        "test_nll": test_nll,
+        "test_ece": test_ece,
+        "train_accuracy": train_accuracy,
+        "train_nll": train_nll,
+        "gap": train_accuracy - test_accuracy,
+        "validation_accuracy": evaluate(model, data.validation)[0],
+    }
+
+
+def _scale_rate(base: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> None:
+    for part in recipe.build("base"):
+        factor = part.lr_scale
+        if factor == "sema":
+            factor = SwitchEMA(nn.Linear(1, 1), steps_per_epoch=steps_per_epoch).effective_rate
+        for group in base.param_groups:
+            group["lr"] *= factor
+
+
+@lru_cache(maxsize=64)
+def _peak_of(task: Task, method: str, steps_per_epoch: int) -> int:
+    from flatmin._grammar import parse_method
+
+    def work() -> Any:
+        setup = _Setup(task, parse_method(method), data, 0, steps_per_epoch)
+        for _, (x, y) in zip(range(2), setup.epoch(), strict=False):
+            setup.step(x, y)
+        return setup
+
+    data = task.data(0)
+    return peak_bytes(work)
+
+
+def _peak(task: Task, recipe: Recipe, steps_per_epoch: int) -> int:
+    return _peak_of(task, str(recipe), steps_per_epoch)
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
