@@ -111,7 +111,7 @@ def _two_layers() -> nn.Module:
 TASKS = {
     task.name: task
     for task in (
-        Task("mnist1d", _mnist1d, _cnn1d, "8", partial(_sgd, 0.1), epochs=20, batch_size=100),
+        Task("mnist1d", _mnist1d, _cnn1d, "8", partial(_sgd, 0.1), epochs=30, batch_size=100),
         Task("digits", _digits, partial(_mlp, 64, 64, 10), "4", partial(_sgd, 0.05), epochs=40, batch_size=50),
         Task("moons", partial(_toy, "moons"), _two_layers, "2", partial(_sgd, 0.05), epochs=200, batch_size=10),
         Task(
