@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,77 @@ class Direction:
         home = parts[0]
         return _length([part.to(home.device, home.dtype) for part in parts])
 
+    def copy(self) -> Direction:
+        """A copy that shares nothing but the parameters."""
+        copied = [Bucket(b.group, b.parameters, b.weights, [v.clone() for v in b.values]) for b in self.buckets]
+        return Direction(copied)
+
+    def dot(self, other: Direction) -> Tensor:
+        """The inner product over the parameters that both hold, a 0-dim tensor."""
+        parts = [_dot(mine, theirs) for _, mine, theirs in self._common(other)]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64)
+        home = parts[0]
+        return torch.stack([part.to(home.device, home.dtype) for part in parts]).sum()
+
+    @torch.no_grad()
+    def mul_(self, factor: float | Tensor) -> Direction:
+        """Multiply by one number, a 0-dim tensor so that nothing waits for the device, or a float."""
+        for bucket in self.buckets:
+            like = bucket.values[0]
+            torch._foreach_mul_(bucket.values, factor if isinstance(factor, float) else factor.to(like))
+        return self
+
+    @torch.no_grad()
+    def add_(self, other: Direction, factor: float | Tensor = 1.0) -> Direction:
+        """Add ``factor * other``; parameters that only ``other`` holds are taken in."""
+        for _, mine, theirs in self._common(other):
+            if isinstance(factor, float):
+                torch._foreach_add_(mine, theirs, alpha=factor)
+            else:
+                torch._foreach_add_(mine, torch._foreach_mul(theirs, factor.to(mine[0])))
+        known = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+        for bucket in other.buckets:
+            new = [index for index, parameter in enumerate(bucket.parameters) if id(parameter) not in known]
+            if new:
+                lists = ([each[index] for index in new] for each in (bucket.parameters, bucket.weights, bucket.values))
+                parameters, weights, values = lists
+                values = [value * (factor if isinstance(factor, float) else factor.to(value)) for value in values]
+                self.buckets.append(Bucket(bucket.group, parameters, weights, values))
+        return self
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Make this direction the ``.grad`` of its parameters, in their dtype; it gives its tensors away."""
+        for bucket in self.buckets:
+            for parameter, value in zip(bucket.parameters, bucket.values, strict=True):
+                grad = torch.view_as_complex(value) if parameter.is_complex() else value
+                parameter.grad = grad.to(parameter.dtype)
+
+    def _common(self, other: Direction) -> Iterator[tuple[Group, list[Tensor], list[Tensor]]]:
+        """The tensors of the parameters that both hold, in lists that foreach calls can take."""
+        same = len(self.buckets) == len(other.buckets) and all(
+            len(a.parameters) == len(b.parameters) and all(map(operator.is_, a.parameters, b.parameters))
+            for a, b in zip(self.buckets, other.buckets, strict=True)
+        )
+        if same:
+            for a, b in zip(self.buckets, other.buckets, strict=True):
+                yield a.group, a.values, b.values
+            return
+        theirs = {
+            id(parameter): value
+            for bucket in other.buckets
+            for parameter, value in zip(bucket.parameters, bucket.values, strict=True)
+        }
+        for bucket in self.buckets:
+            pairs = [
+                (value, theirs[id(parameter)])
+                for parameter, value in zip(bucket.parameters, bucket.values, strict=True)
+                if id(parameter) in theirs
+            ]
+            if pairs:
+                yield bucket.group, [mine for mine, _ in pairs], [value for _, value in pairs]
+
     @torch.no_grad()
     def scale_(self, factor: Callable[[Group], float], norm: Tensor, *, divide: bool = True) -> None:
         """Multiply by ``factor(group)``, divided by ``norm`` unless told otherwise.
@@ -114,6 +186,13 @@ def _real_pair(parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     # A perturbation in bfloat16 would lose most of its entries to rounding before it is added.
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return weight, grad.detach().to(wide)
+
+
+def _dot(mine: list[Tensor], theirs: list[Tensor]) -> Tensor:
+    parts = [torch.dot(a.reshape(-1), b.reshape(-1)) for a, b in zip(mine, theirs, strict=True)]
+    stacked = torch.stack(parts)
+    total: Tensor = (stacked if stacked.device.type == "mps" else stacked.double()).sum()
+    return total
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatmin import _check
 from flatmin.step._direction import Group
+from flatmin.step._graph import hold_backward
 from flatmin.step._guard import Buffers, Generators, modules_of
 from flatmin.step._window import Backup, Window
 
@@ -43,6 +44,10 @@ class Step(Optimizer):
 
     #: Whether the method uses |g| itself, so that a loss scale must be known.
     needs_true_gradient = False
+
+    #: Whether the method differentiates twice: :meth:`step` then hands it the clean pass's loss with its
+    #: graph (``window.loss()``) in place of a gradient; ``transform`` has to evaluate for it once more.
+    needs_graph = False
 
     # Optimizer.__init__ is not called on purpose: groups, state and hooks are those of the base.
     def __init__(
@@ -86,7 +91,7 @@ class Step(Optimizer):
         self.base = base
         self.model = model
         self.replay_rng = replay_rng
-        self.evaluations = 0
+        self.evaluations = 0.0
         self._own_defaults = dict(defaults)
         self._reset_transient()
         checked = [self._with_defaults(group) for group in base.param_groups]
@@ -143,14 +148,21 @@ class Step(Optimizer):
             buffers = Buffers(modules)
             generators = Generators(devices)
             try:
+                clean = None
                 with torch.enable_grad():
-                    loss = _checked_loss(closure())
+                    if self.needs_graph:
+                        with hold_backward() as held:
+                            loss = _checked_loss(closure())
+                        clean = held.total
+                    else:
+                        loss = _checked_loss(closure())
                 self._run(
                     lambda: _checked_loss(closure()),
                     modules,
                     devices,
                     generators if self.replay_rng else None,
-                    plant=not self._closure_checked,
+                    plant=not (self._closure_checked or self.needs_graph),
+                    clean=clean,
                 )
                 self._closure_checked = True
             except BaseException:
@@ -216,10 +228,11 @@ class Step(Optimizer):
         *,
         scale: float = 1.0,
         plant: bool = False,
+        clean: Tensor | None = None,
     ) -> None:
         for group in self.param_groups:
             self._check_group(group)
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+        if clean is None and all(p.grad is None for group in self.param_groups for p in group["params"]):
             raise RuntimeError("no parameter has a gradient: the clean pass must call backward() on its loss")
         end = Generators(devices)
         window = Window(
@@ -230,6 +243,7 @@ class Step(Optimizer):
             start=start,
             scale=scale,
             plant=plant,
+            clean=clean,
         )
         self._replace_gradient(window)
         if start is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.step._direction import Bucket, Direction, Group
+from flatmin.step._graph import hold_backward
 from flatmin.step._guard import Buffers, ForeignGradients, Generators
 
 
@@ -56,7 +57,7 @@ class Window:
 
     def __init__(
         self,
-        evaluate: Callable[[], Any],  # a closure's loss or nothing; not looked at
+        evaluate: Callable[[], Any],  # a closure's loss, or whatever a loop's function returns
         *,
         groups: list[Group],
         modules: list[nn.Module],
@@ -64,9 +65,11 @@ class Window:
         start: Generators | None,
         scale: float = 1.0,
         plant: bool = False,
+        clean: Tensor | None = None,
     ) -> None:
         self.scale = scale
-        self.evaluations = 0
+        self.evaluations = 0.0
+        self._clean = clean
         self._evaluate = evaluate
         self._groups = groups
         self._backup = backup
@@ -77,25 +80,51 @@ class Window:
         self._foreign = ForeignGradients(modules, own)
         self._plant = plant
 
-    def take_gradient(self) -> Direction:
-        """The gradient that stands in ``.grad`` now, moved out of it."""
-        return Direction.take(self._groups)
+    def take_gradient(self, *, keep: bool = False) -> Direction:
+        """The gradient that stands in ``.grad`` now, moved out of it.
+
+        ``keep`` makes it outlive a further evaluation: data parallelism may keep ``.grad`` in memory of its
+        own, which the next backward pass writes again.
+        """
+        gradient = Direction.take(self._groups)
+        return gradient.copy() if keep else gradient
+
+    def gradient(self, *, keep: bool = False) -> Direction:
+        """Evaluate at the weights as they are, and take the gradient."""
+        self.evaluate()
+        return self.take_gradient(keep=keep)
+
+    def loss(self) -> Tensor:
+        """The window's loss at the weights as they are, with its graph and without ``backward`` being run.
+
+        It carries the loss scale. Whoever differentiates it adds to ``evaluations`` what that costs: a
+        gradient and a product with the Hessian are 2 more.
+        """
+        if self._clean is not None:
+            loss, self._clean = self._clean, None
+            return loss
+        with hold_backward() as held:
+            self.evaluate()
+        if held.total is None:
+            raise RuntimeError("evaluate() must call backward() on the window's loss")
+        return held.total
 
     @contextmanager
-    def moved(self, direction: Direction) -> Iterator[None]:
-        """Stand at w + direction inside the block; afterwards, also after an error, at w bit for bit.
+    def moved(self, direction: Direction, factor: float = 1.0, *, keep: bool = False) -> Iterator[None]:
+        """Stand at w + factor * direction in the block; afterwards, also after an error, at w bit for bit.
 
-        The direction is used up, so that its memory is free during the evaluation.
+        The direction is used up, so that its memory is free during the evaluation, unless ``keep``.
         """
         buckets = [bucket for bucket in direction.buckets if bucket.values]
-        direction.buckets = []
+        if not keep:
+            direction.buckets = []
         moved = [bucket.weights for bucket in buckets]
         with torch.no_grad():
             copies = [self._backup.copy(bucket) for bucket in buckets]
         try:
             with torch.no_grad():
                 while buckets:
-                    _add(buckets.pop())
+                    _add(buckets.pop(), factor)
             torch.clear_autocast_cache()
             yield
         finally:
@@ -106,8 +135,8 @@ class Window:
             # not notice that the weights have moved.
             torch.clear_autocast_cache()
 
-    def evaluate(self) -> None:
-        """Replace every ``.grad`` by the window's gradient at the weights as they are."""
+    def evaluate(self) -> Any:
+        """Replace every ``.grad`` by the window's gradient at the weights as they are; what the loop returns."""
         self._foreign.clear()
         for group in self._groups:
             for parameter in group["params"]:
@@ -117,7 +146,7 @@ class Window:
             self._start.restore()
         try:
             with torch.enable_grad():
-                self._evaluate()
+                returned = self._evaluate()
         finally:
             self._after.restore()
             self._foreign.restore()
@@ -125,6 +154,7 @@ class Window:
         if planted is not None:
             planted.check()
             self._plant = False
+        return returned
 
 
 class _Planted:
@@ -163,9 +193,9 @@ def _alike(copy: Tensor, weight: Tensor) -> bool:
     return copy.dtype == weight.dtype and copy.device == weight.device
 
 
-def _add(bucket: Bucket) -> None:
+def _add(bucket: Bucket, factor: float) -> None:
     if bucket.weights[0].dtype == bucket.values[0].dtype:
-        torch._foreach_add_(bucket.weights, bucket.values)
+        torch._foreach_add_(bucket.weights, bucket.values, alpha=factor)
         return
     for weight, value in zip(bucket.weights, bucket.values, strict=True):
-        weight.copy_(value.add_(weight))  # summed in float32, rounded once
+        weight.copy_(weight.to(value.dtype).add_(value, alpha=factor))  # summed in float32, rounded once
