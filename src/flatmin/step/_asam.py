@@ -39,6 +39,9 @@ class ASAM(Step):
             ``model`` or from a base built with named parameters. ``"all"``: every parameter, as
             davda54/sam does (there with eta = 0).
         replay_rng: draw the same dropout masks in both passes.
+        sync: under DistributedDataParallel, ``"global"``: ascend along the gradient of the whole batch;
+            ``"per_worker"``: each process along its own, as the paper's reference code does, at one reduction
+            less. FSDP2 knows ``"global"`` only.
 
     Raises:
         TypeError, ValueError: for an argument outside what is allowed, naming it; also when
@@ -70,10 +73,11 @@ class ASAM(Step):
         eta: float = 0.01,
         scaled: str = "weights",
         replay_rng: bool = True,
+        sync: str = "global",
     ) -> None:
         self.eta = _check.number("eta", eta, low=0.0)
         self.scaled = _check.choice("scaled", scaled, ("weights", "all"))
-        super().__init__(base, model=model, defaults={"rho": rho}, replay_rng=replay_rng)
+        super().__init__(base, model=model, defaults={"rho": rho}, replay_rng=replay_rng, sync=sync)
         # Parameters, not their ids: a deep copy of the optimizer has other ids.
         self._unscaled: list[Tensor] = []
         self._find_unscaled(self.param_groups)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 Group = dict[str, Any]
 
+#: The process groups over whose members a tensor is split; empty for a tensor that each process has whole.
+Shards = tuple[Any, ...]
+
 #: Below and above these norms the squares of float32 entries leave the normal range.
 _SAFE_LOW, _SAFE_HIGH = 1e-15, 1e18
 
@@ -20,14 +23,20 @@ _SAFE_LOW, _SAFE_HIGH = 1e-15, 1e18
 class Bucket:
     """Tensors that one foreach call can take: one parameter group, one device, one dtype.
 
-    ``parameters`` are the leaves, ``weights`` the same tensors (a complex one as its real view), ``values``
-    the direction's entries, in float32 or better, owned by the direction and free to be changed in place.
+    ``parameters`` are the leaves, ``weights`` the same tensors (a complex one as its real view, a sharded one
+    as its local shard), ``values`` the direction's entries, in float32 or better, owned by the direction and
+    free to be changed in place. ``shards`` are the process groups over which the tensors are split.
     """
 
     group: Group
     parameters: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    shards: Shards = ()
+
+    def with_values(self, values: list[Tensor]) -> Bucket:
+        """A bucket of the same parameters with other entries."""
+        return Bucket(self.group, self.parameters, self.weights, values, self.shards)
 
 
 class Direction:
@@ -37,23 +46,24 @@ class Direction:
         self.buckets = buckets
 
     @classmethod
+    @torch.no_grad()
     def take(cls, groups: Iterable[Group]) -> Direction:
         """Move every ``.grad`` of ``groups`` into a new direction; a parameter listed twice counts once."""
         buckets: list[Bucket] = []
         seen: set[int] = set()
         for group in groups:
-            alike: dict[tuple[torch.device, torch.dtype], Bucket] = {}
+            alike: dict[tuple[torch.device, torch.dtype, Shards], Bucket] = {}
             kind, bucket = None, Bucket(group)
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
-                weight, value = _real_pair(parameter, grad)
+                weight, value, shards = _plain(parameter, grad)
                 # Mostly the bucket of the one before: comparing is cheaper than hashing.
-                if (device_and_type := (weight.device, weight.dtype)) != kind:
-                    kind = device_and_type
-                    bucket = alike.setdefault(kind, Bucket(group))
+                if (like := (weight.device, weight.dtype, shards)) != kind:
+                    kind = like
+                    bucket = alike.setdefault(kind, Bucket(group, shards=shards))
                 bucket.parameters.append(parameter)
                 bucket.weights.append(weight)
                 bucket.values.append(value)
@@ -69,26 +79,18 @@ class Direction:
 
         Right from 1e-38 to 1e38 in float32: no entry is lost to under- or overflow of its square.
         """
-        parts = [_norm(bucket.values) for bucket in self.buckets if counts(bucket.group)]
-        if not parts:
-            return torch.zeros((), dtype=torch.float64)
-        if len(parts) == 1:
-            return parts[0]
-        home = parts[0]
-        return _length([part.to(home.device, home.dtype) for part in parts])
+        parts = [(_norm(bucket.values), bucket.shards) for bucket in self.buckets if counts(bucket.group)]
+        if len(parts) == 1 and not parts[0][1]:
+            return parts[0][0]
+        return _total([(norm.square(), shards) for norm, shards in parts]).sqrt()
 
     def copy(self) -> Direction:
         """A copy that shares nothing but the parameters."""
-        copied = [Bucket(b.group, b.parameters, b.weights, [v.clone() for v in b.values]) for b in self.buckets]
-        return Direction(copied)
+        return Direction([bucket.with_values([value.clone() for value in bucket.values]) for bucket in self.buckets])
 
     def dot(self, other: Direction) -> Tensor:
         """The inner product over the parameters that both hold, a 0-dim tensor."""
-        parts = [_dot(mine, theirs) for _, mine, theirs in self._common(other)]
-        if not parts:
-            return torch.zeros((), dtype=torch.float64)
-        home = parts[0]
-        return torch.stack([part.to(home.device, home.dtype) for part in parts]).sum()
+        return _total([(_dot(mine, theirs), shards) for shards, mine, theirs in self._common(other)])
 
     @torch.no_grad()
     def mul_(self, factor: float | Tensor) -> Direction:
@@ -113,7 +115,7 @@ class Direction:
                 lists = ([each[index] for index in new] for each in (bucket.parameters, bucket.weights, bucket.values))
                 parameters, weights, values = lists
                 values = [value * (factor if isinstance(factor, float) else factor.to(value)) for value in values]
-                self.buckets.append(Bucket(bucket.group, parameters, weights, values))
+                self.buckets.append(Bucket(bucket.group, parameters, weights, values, bucket.shards))
         return self
 
     @torch.no_grad()
@@ -122,9 +124,9 @@ class Direction:
         for bucket in self.buckets:
             for parameter, value in zip(bucket.parameters, bucket.values, strict=True):
                 grad = torch.view_as_complex(value) if parameter.is_complex() else value
-                parameter.grad = grad.to(parameter.dtype)
+                parameter.grad = _like_parameter(grad.to(parameter.dtype), parameter)
 
-    def _common(self, other: Direction) -> Iterator[tuple[Group, list[Tensor], list[Tensor]]]:
+    def _common(self, other: Direction) -> Iterator[tuple[Shards, list[Tensor], list[Tensor]]]:
         """The tensors of the parameters that both hold, in lists that foreach calls can take."""
         same = len(self.buckets) == len(other.buckets) and all(
             len(a.parameters) == len(b.parameters) and all(map(operator.is_, a.parameters, b.parameters))
@@ -132,7 +134,7 @@ class Direction:
         )
         if same:
             for a, b in zip(self.buckets, other.buckets, strict=True):
-                yield a.group, a.values, b.values
+                yield a.shards, a.values, b.values
             return
         theirs = {
             id(parameter): value
@@ -146,7 +148,7 @@ class Direction:
                 if id(parameter) in theirs
             ]
             if pairs:
-                yield bucket.group, [mine for mine, _ in pairs], [value for _, value in pairs]
+                yield bucket.shards, [mine for mine, _ in pairs], [value for _, value in pairs]
 
     @torch.no_grad()
     def scale_(self, factor: Callable[[Group], float], norm: Tensor, *, divide: bool = True) -> None:
@@ -175,9 +177,12 @@ class Direction:
                     tensor.masked_fill_(bad, 0.0)  # selected, since 0 * inf would be NaN
 
 
-def _real_pair(parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _plain(parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Shards]:
+    """The parameter and its gradient as plain real tensors, and the groups they are split over."""
+    if is_sharded(parameter):
+        return _local(parameter, grad)
     if grad.dtype == parameter.dtype == torch.float32 and grad.layout == torch.strided and not grad.requires_grad:
-        return parameter, grad
+        return parameter, grad, ()
     if grad.layout != torch.strided:
         grad = grad.to_dense()
     weight: Tensor = parameter
@@ -185,7 +190,51 @@ def _real_pair(parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         weight, grad = torch.view_as_real(parameter.detach()), torch.view_as_real(grad.detach())
     # A perturbation in bfloat16 would lose most of its entries to rounding before it is added.
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return weight, grad.detach().to(wide)
+    return weight, grad.detach().to(wide), ()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor, without importing what plain training does not need."""
+    return type(tensor) not in (Tensor, torch.nn.Parameter) and hasattr(tensor, "to_local")
+
+
+def _local(parameter: Any, grad: Any) -> tuple[Tensor, Tensor, Shards]:
+    mesh = parameter.device_mesh
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(mesh, parameter.placements)
+    shards = tuple(mesh.get_group(axis) for axis, place in enumerate(parameter.placements) if place.is_shard())
+    weight, value, _ = _plain(parameter.to_local(), grad.to_local())
+    return weight, value, shards
+
+
+def _like_parameter(grad: Tensor, parameter: Any) -> Tensor:
+    if is_sharded(parameter):
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            grad,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return grad
+
+
+def _total(parts: list[tuple[Tensor, Shards]]) -> Tensor:
+    """The sum of 0-dim tensors, those of sharded tensors over all shards."""
+    if not parts:
+        return torch.zeros((), dtype=torch.float64)
+    home = parts[0][0]
+    sums: dict[Shards, Tensor] = {}
+    for part, shards in parts:
+        part = part.to(home.device, home.dtype)
+        sums[shards] = sums[shards] + part if shards in sums else part
+    for shards, part in sums.items():
+        for group in shards:
+            torch.distributed.all_reduce(part, group=group)
+    return torch.stack(list(sums.values())).sum()
 
 
 def _dot(mine: list[Tensor], theirs: list[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatmin.step._direction import Bucket, Direction, Group
+from flatmin.step._direction import Direction, Group
 
 
 class Memory:
@@ -42,7 +42,7 @@ class Memory:
                 else torch.zeros_like(value)
                 for parameter, value in zip(bucket.parameters, bucket.values, strict=True)
             ]
-            buckets.append(Bucket(bucket.group, bucket.parameters, bucket.weights, values))
+            buckets.append(bucket.with_values(values))
         return Direction(buckets)
 
     def state(self, groups: list[Group]) -> dict[str, dict[int, Tensor]]:
@@ -85,12 +85,14 @@ class Noise:
         # Weyl's sequence: seeds of neighbouring draws must not be neighbours.
         number = (self.seed * 0x9E3779B97F4A7C15 + self.drawn * 0xBF58476D1CE4E5B9) % 2**63
         self.drawn += 1
-        generators: dict[torch.device, torch.Generator] = {}
+        generators: dict[tuple[torch.device, int], torch.Generator] = {}
         buckets = []
         for bucket in like:
             device = bucket.values[0].device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(number)
-            values = [fill(torch.empty_like(value), generators[device]) for value in bucket.values]
-            buckets.append(Bucket(bucket.group, bucket.parameters, bucket.weights, values))
+            # Whole tensors get the same noise in every process, shards each their own.
+            shard = sum(torch.distributed.get_rank(group) * 1009**n for n, group in enumerate(bucket.shards, 1))
+            if (device, shard) not in generators:
+                generators[device, shard] = torch.Generator(device).manual_seed((number + shard) % 2**63)
+            values = [fill(torch.empty_like(value), generators[device, shard]) for value in bucket.values]
+            buckets.append(bucket.with_values(values))
         return Direction(buckets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin import _check
-from flatmin.step._direction import Group
+from flatmin.step._direction import Group, is_sharded
 from flatmin.step._graph import hold_backward
 from flatmin.step._guard import Buffers, Generators, modules_of
 from flatmin.step._window import Backup, Window
@@ -57,6 +57,7 @@ class Step(Optimizer):
         model: nn.Module | None,
         defaults: Mapping[str, Any],
         replay_rng: bool = True,
+        sync: str = "global",
     ) -> None:
         name = type(self).__name__
         if not isinstance(base, Optimizer):
@@ -78,16 +79,14 @@ class Step(Optimizer):
                 f"model must be the torch.nn.Module whose buffers to protect, or None, got {_check.show(model)}"
             )
         _check.boolean("replay_rng", replay_rng)
-        for parameter in (p for group in base.param_groups for p in group["params"]):
-            if hasattr(parameter, "to_local"):
-                raise NotImplementedError(
-                    "base holds sharded parameters (DTensor): a norm over local shards would be wrong without a "
-                    "word; wrap the optimizer of an unsharded or DDP model"
-                )
         if model is not None:
             members = {id(parameter) for parameter in model.parameters()}
             if not any(id(p) in members for group in base.param_groups for p in group["params"]):
                 raise ValueError("model has none of the parameters that base optimizes: pass the model being trained")
+        _check.choice("sync", sync, ("global", "per_worker"))
+        if sync == "per_worker":
+            _check_per_worker(base, model)
+        self.sync = sync
         self.base = base
         self.model = model
         self.replay_rng = replay_rng
@@ -149,7 +148,7 @@ class Step(Optimizer):
             generators = Generators(devices)
             try:
                 clean = None
-                with torch.enable_grad():
+                with torch.enable_grad(), self._local_gradients():
                     if self.needs_graph:
                         with hold_backward() as held:
                             loss = _checked_loss(closure())
@@ -173,6 +172,19 @@ class Step(Optimizer):
             self._transformed = False
             self.base.step()
         return loss
+
+    @contextmanager
+    def clean_pass(self) -> Iterator[None]:
+        """The window's clean forward and backward passes, in a loop that owns its step.
+
+        It calls :meth:`begin_window`, and with ``sync="per_worker"`` keeps the gradients from being reduced.
+        """
+        self.begin_window()
+        with self._local_gradients():
+            yield
+
+    def _local_gradients(self) -> AbstractContextManager[Any]:
+        return self.model.no_sync() if self.sync == "per_worker" else nullcontext()  # type: ignore[union-attr,operator]
 
     def begin_window(self) -> None:
         """Mark the start of a window, before its first forward: what the random generators are now."""
@@ -358,6 +370,24 @@ class Step(Optimizer):
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self._own_defaults.items())
         return f"{type(self).__name__}({options}, base={self.base!r})"
+
+
+def _check_per_worker(base: Optimizer, model: nn.Module | None) -> None:
+    """Raise unless each process can have a clean gradient of its own."""
+    if any(is_sharded(parameter) for group in base.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "sync must be 'global' for sharded parameters, got 'per_worker': FSDP2 gives no process a gradient "
+            "of its own"
+        )
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "sync='per_worker' needs model= the DistributedDataParallel module whose reduction it holds back"
+        )
+    if model.static_graph:
+        raise ValueError(
+            "sync must be 'global' with static_graph=True, got 'per_worker': DistributedDataParallel cannot hold back "
+            "the reduction of its first iteration then"
+        )
 
 
 def _checked_loss(loss: Any) -> Any:

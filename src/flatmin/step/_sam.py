@@ -37,6 +37,9 @@ class SAM(Step):
             clean pass; ``None`` declares that there are none to protect.
         normalize: divide by the norm.
         replay_rng: draw the same dropout masks in both passes.
+        sync: under DistributedDataParallel, ``"global"``: ascend along the gradient of the whole batch;
+            ``"per_worker"``: each process along its own, as the paper's reference code does, at one reduction
+            less. FSDP2 knows ``"global"`` only.
 
     Raises:
         TypeError, ValueError: for an argument outside what is allowed, naming it.
@@ -66,10 +69,11 @@ class SAM(Step):
         model: nn.Module | None,
         normalize: bool = True,
         replay_rng: bool = True,
+        sync: str = "global",
     ) -> None:
         self.normalize = _check.boolean("normalize", normalize)
         self.needs_true_gradient = not normalize
-        super().__init__(base, model=model, defaults={"rho": rho}, replay_rng=replay_rng)
+        super().__init__(base, model=model, defaults={"rho": rho}, replay_rng=replay_rng, sync=sync)
 
     def _replace_gradient(self, window: Window) -> None:
         if not any(group["rho"] for group in self.param_groups):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatmin.step._direction import Bucket, Direction, Group
+from flatmin.step._direction import Bucket, Direction, Group, is_sharded
 from flatmin.step._graph import hold_backward
 from flatmin.step._guard import Buffers, ForeignGradients, Generators
 
@@ -169,7 +169,10 @@ class _Planted:
             parameter
             for group in groups
             for parameter in group["params"]
-            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel() > 0
+            if parameter.requires_grad
+            and parameter.is_floating_point()
+            and parameter.numel() > 0
+            and not is_sharded(parameter)  # has no single value to look at
         ]
         self._parameter = min(small, key=lambda parameter: int(parameter.numel()), default=None)
         if self._parameter is not None:
