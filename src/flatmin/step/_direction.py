@@ -256,7 +256,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     # On the CPU float64 norms of float32 tensors take 25 times as long, so they are the exception. There one
     # norm of a joined copy costs less than many norms, while the copy is small.
     if sum(map(Tensor.numel, tensors)) < _JOINED:
-        norm = torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors])).double()
+        norm: Tensor = torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors])).double()
     else:
         norm = _length(torch._foreach_norm(tensors), torch.float64)
     if first.dtype == torch.float64 or _SAFE_LOW < norm < _SAFE_HIGH:
