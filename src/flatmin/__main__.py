@@ -7,6 +7,9 @@ def main() -> None:
     """Run the command line; without the study extra, say how to get it."""
     try:
         from flatmin.cli import main as run
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "flatmin":
             raise

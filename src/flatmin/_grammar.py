@@ -68,7 +68,13 @@ class Recipe:
     def gradients(self) -> float:
         """Gradient evaluations a step (forward + backward = 1)."""
         steps = self.at("step")
-        return float((steps[0].method.gradients if steps else 1) + sum(p.method.gradients for p in self.at("penalty")))
+        # Every evaluation of the loss differentiates the penalties too.
+        return float((steps[0].method.gradients if steps else 1) * self.gradients_per_evaluation)
+
+    @property
+    def gradients_per_evaluation(self) -> float:
+        """Gradient evaluations that one forward and backward pass of the loss with its penalties costs."""
+        return 1.0 + sum(part.method.gradients for part in self.at("penalty"))
 
     def build(self, place: str, **supplied: Any) -> list[Any]:
         """Build the parts of ``place``; ``supplied`` are arguments such as ``base``, ``model``, ``layer``."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sqlite3
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,9 +26,8 @@ from flatmin._grammar import ALIASES, split_methods
 from flatmin._registry import methods as registered
 from flatmin._version import __version__
 from flatmin.study import Record, StudyResult
-from flatmin.study._compare import Study
-
-DEFAULT_METHODS = "sgd,sam,asam,ad,ema,sema,sam+sema"
+from flatmin.study._compare import BUDGETS, DEFAULT_METHODS, DEFAULT_SEEDS, DEFAULT_TASK, Study
+from flatmin.study._tasks import TASKS
 
 app = typer.Typer(
     add_completion=False,
@@ -42,28 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: something outside went wrong (a full disk). 2: bad input, one line on standard error.
     130: interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
-        app(list(sys.argv[1:] if arguments is None else arguments), prog_name="flatmin", standalone_mode=False)
+        status = app(list(sys.argv[1:] if arguments is None else arguments), prog_name="flatmin", standalone_mode=False)
     except _BadInputError as error:
         return _complain(str(error), 2)
     except (OSError, sqlite3.Error) as error:
-        return _complain(f"{error}; finished runs are kept, go on with --resume", 1)
-    except _InterruptedError:
-        return _complain("interrupted; finished runs are kept, go on with --resume", 130)
+        return _complain(f"{error}; what had finished is kept, go on with --resume", 1)
+    except KeyboardInterrupt:
+        status = 130
     except Exception as error:
         # typer's usage errors: its exception classes are not public in every version it supports.
         if hasattr(error, "format_message") and getattr(error, "exit_code", None) == 2:
             return _complain(error.format_message() or "no command given, see flatmin --help", 2)
         raise
-    return 0
+    if status == 130:  # what typer makes of Ctrl-C
+        return _complain("interrupted; what had finished is kept, go on with --resume", 130)
+    return int(status or 0)
 
 
 class _BadInputError(Exception):
     pass
-
-
-class _InterruptedError(Exception):
-    """Ctrl-C during a study, under a name of our own: typer gives KeyboardInterrupt a meaning of its own."""
 
 
 def _complain(message: str, status: int) -> int:
@@ -89,45 +90,62 @@ def _root(
 @app.command()
 def compare(
     task: Annotated[
-        str,
-        typer.Option(help="mnist1d, digits, moons, circles, or file.py:attribute for a task of your own."),
-    ] = "mnist1d",
+        str | None,
+        typer.Option(help=f"A task's name ({', '.join(TASKS)}), or file.py:attribute.", show_default=DEFAULT_TASK),
+    ] = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated method strings; the others are compared to the first.")
-    ] = DEFAULT_METHODS,
-    seeds: Annotated[int, typer.Option(help="How many seeds: 0, 1, ...")] = 5,
+        str | None,
+        typer.Option(
+            help="Comma-separated method strings; the others are compared to the first.",
+            show_default=",".join(DEFAULT_METHODS),
+        ),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many: 0, 1, ...", show_default=str(DEFAULT_SEEDS))] = None,
     budget: Annotated[
-        str, typer.Option(help="What is equal for all methods: epochs, or gradients (gradient evaluations).")
-    ] = "epochs",
-    epochs: Annotated[int | None, typer.Option(help="Instead of the task's own number.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the runs, the report and the tables.")] = Path("study"),
-    jobs: Annotated[int | None, typer.Option(help="Processes; as many as there are cores if not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study in --out.")] = False,
+        str | None,
+        typer.Option(
+            help="What is equal for all methods: epochs, or gradients (gradient evaluations).", show_default=BUDGETS[0]
+        ),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default="the task's own")] = None,
+    out: Annotated[str, typer.Option(help="Folder for the runs, the report and the tables.")] = "study",
+    jobs: Annotated[int | None, typer.Option(help="Processes.", show_default="as many as cores")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the study in --out; what is not given is as it was there.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a study in --out.")] = False,
 ) -> None:
     """Compare methods on a task, paired by seed."""
-    try:
-        study = Study(
-            task,
-            split_methods(methods),
-            seeds,
-            budget=budget,
-            epochs=epochs,
-            out=out,
-            jobs=_cores() if jobs is None else jobs,
-        )
-        study.prepare(resume=resume, overwrite=overwrite)
-    except (ValueError, TypeError, ModuleNotFoundError) as error:
-        raise _BadInputError(str(error)) from error
-    result = _run(study)
-    console = Console()
+    with contextlib.ExitStack() as stack:
+        try:
+            study = stack.enter_context(
+                Study(
+                    task,
+                    None if methods is None else split_methods(methods),
+                    seeds,
+                    budget=budget,
+                    epochs=epochs,
+                    out=out,
+                    jobs=_cores() if jobs is None else jobs,
+                    resume=resume,
+                    overwrite=overwrite,
+                )
+            )
+        except (ValueError, TypeError, ModuleNotFoundError) as error:
+            raise _BadInputError(str(error)) from error
+        result = _run(study)
+    console = Console(emoji=False)
     for table in result.tables(console.width):
         console.print(table)
         console.print()
-    console.print(result.caption(), markup=False, highlight=False)
-    if result.footnote():
-        console.print(result.footnote(), markup=False, highlight=False)
+    for line in (result.caption(), result.footnote()):
+        if line:
+            console.print(line, markup=False, highlight=False)
     console.print(f"Written to {out}: report.html, results.csv, costs.csv, study.json", markup=False, highlight=False)
+    failed = [record for record in result.records if record.status == "failed"]
+    if failed:
+        _complain(f"{len(failed)} of {len(result.records)} runs failed, the first: {failed[0].message}", 1)
+        raise typer.Exit(1)
 
 
 @app.command("methods")
@@ -170,7 +188,4 @@ def _run(study: Study) -> StudyResult:
                     f"{record.method}, seed {record.seed}: {record.status}: {record.message}", markup=False
                 )
 
-        try:
-            return study.run(progress)
-        except KeyboardInterrupt:
-            raise _InterruptedError from None
+        return study.run(progress)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ def test_methods_seeds_and_files(tmp_path: Path) -> None:
     )
     assert [(r.method, r.seed) for r in result.records] == [(m, s) for m in METHODS for s in (1, 4)]
     assert seen == [(m, 6) for m in METHODS * 2]
-    assert {p.name for p in (tmp_path / "s").iterdir()} == {
+    assert {p.name for p in (tmp_path / "s").iterdir()} - {".lock"} == {
         "study.sqlite",
         "study.json",
         "results.csv",
@@ -78,7 +81,7 @@ def test_resume_with_more_methods_and_seeds_keeps_what_is_there(tmp_path: Path) 
 
 def test_what_would_not_be_comparable_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     compare("moons", ["sgd"], seeds=1, epochs=1, out=tmp_path)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.name != ".lock"}
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "holds a study"),
         ({"resume": True, "epochs": 3}, "has epochs 1, not 3"),
@@ -90,7 +93,7 @@ def test_what_would_not_be_comparable_is_refused_and_nothing_changes(tmp_path: P
         arguments: dict[str, Any] = {"task": "moons", "seeds": 1, "epochs": 1, "out": tmp_path, **changes}
         with pytest.raises(ValueError, match=words):
             compare(methods=["sgd"], **arguments)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.name != ".lock"} == before
     settings = json.loads(before["study.json"])
     settings["versions"]["torch"] = "1.0"
     (tmp_path / "study.json").write_text(json.dumps(settings))
@@ -120,7 +123,9 @@ def test_what_would_not_be_comparable_is_refused_and_nothing_changes(tmp_path: P
         ({"jobs": 0}, "jobs must be an integer >= 1"),
         ({"resume": True}, "resume needs out"),
         ({"resume": True, "out": "/nonexistent/study"}, "there is no study"),
-        ({"out": "/proc/study"}, "out: cannot make the folder"),
+        ({"out": "/proc/study"}, "out: cannot write to"),
+        ({"out": " "}, "out must name a folder"),
+        ({"methods": ["base", "sgd"]}, "two names of one method"),
         ({"out": __file__}, "out must be a folder"),
     ],
 )
@@ -152,7 +157,7 @@ def test_a_run_that_raises_is_recorded_as_failed_and_the_others_go_on() -> None:
     task = Task("t", data, moons.model, "2", moons.optimizer, epochs=1, batch_size=10)
     result = compare(task, ["sgd"], seeds=3)
     assert [r.status for r in result.records] == ["ok", "failed", "ok"]
-    assert result.records[1].message == "OSError: no such disk"
+    assert result.records[1].message.startswith("OSError: no such disk (test_compare.py, line ")
 
 
 def test_a_task_that_reaches_for_a_missing_layer_is_refused_before_any_run(tmp_path: Path) -> None:
@@ -193,11 +198,98 @@ def test_a_store_keeps_the_first_record_of_a_run(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"out": tmp_path, "seeds": 1, "epochs": 1}
+    compare("moons", ["sgd"], **arguments)
     (tmp_path / "study.sqlite").write_text("not a database, " * 100)
-    compare_arguments: dict[str, Any] = {"out": tmp_path, "seeds": 1, "epochs": 1}
-    with pytest.raises(ValueError, match="holds a study"):
-        compare("moons", ["sgd"], **compare_arguments)
-    (tmp_path / "study.json").write_text("{}")
-    with pytest.raises(ValueError, match="has task None"):
-        compare("moons", ["sgd"], resume=True, **compare_arguments)
+    with pytest.raises(ValueError, match=r"study.sqlite' is damaged \(file is not a database\)"):
+        compare("moons", ["sgd"], resume=True, **arguments)
+    for text in ("[]", "{}", "no json"):
+        (tmp_path / "study.json").write_text(text)
+        with pytest.raises(ValueError, match="there is no study"):
+            compare("moons", ["sgd"], resume=True, **arguments)
+
+
+def test_a_users_own_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds a study \(results.csv\)"):
+        compare("moons", ["sgd"], seeds=1, epochs=1, out=tmp_path)
+    assert (tmp_path / "results.csv").read_text() == "mine"
+
+
+def test_two_studies_in_one_folder_are_refused(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"seeds": 2, "epochs": 1, "out": tmp_path}
+
+    def second(record: Record, total: int) -> None:
+        with pytest.raises(ValueError, match="another study is running"):
+            compare("moons", ["sgd"], overwrite=True, **arguments)
+
+    assert len(compare("moons", ["sgd"], progress=second, **arguments).records) == 2
+
+
+def test_failed_runs_are_tried_again_on_resuming(tmp_path: Path) -> None:
+    file, flag = tmp_path / "task.py", tmp_path / "broken"
+    file.write_text(
+        "from pathlib import Path\nfrom dataclasses import replace\nfrom flatmin.study import load_task\n"
+        "moons = load_task('moons')\n"
+        f"def data(seed):\n    if seed == 1 and Path({str(flag)!r}).exists(): raise OSError('no space')\n"
+        "    return moons.data(seed)\ntask = replace(moons, name='mine', data=data)\n"
+    )
+    flag.touch()
+    arguments: dict[str, Any] = {"seeds": 2, "epochs": 1, "out": tmp_path / "s"}
+    first = compare(f"{file}:task", ["sgd", "ema"], **arguments)
+    assert [r.status for r in first.records] == ["ok", "failed", "ok", "failed"]
+    flag.unlink()
+    again = compare(f"{file}:task", ["sgd"], resume=True, **arguments)
+    assert [(r.method, r.status) for r in again.records] == [("sgd", "ok")] * 2 + [("ema", "ok")] * 2
+
+
+def test_a_task_file_that_changes_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "task.py"
+    text = "from dataclasses import replace\nfrom flatmin.study import load_task\ntask = replace(load_task('moons'))\n"
+    file.write_text(text)
+
+    def edit(record: Record, total: int) -> None:
+        file.write_text(text + "# edited\n")
+
+    arguments: dict[str, Any] = {"seeds": 2, "epochs": 1, "out": tmp_path / "s"}
+    result = compare(f"{file}:task", ["sgd", "ema"], progress=edit, **arguments)
+    assert [r.status for r in result.records] == ["ok"] * 4  # read once
+    with pytest.raises(ValueError, match="has task_file"):
+        compare(f"{file}:task", ["sgd"], resume=True, **arguments)
+    with pytest.raises(ValueError, match="needs task by name"):
+        compare(load_task("moons"), ["sgd"], resume=True, **arguments)
+
+
+def test_a_task_that_always_gives_the_same_model_is_refused() -> None:
+    model = TASKS["moons"].model()
+    with pytest.raises(ValueError, match="model must make a new model at every call"):
+        compare(dataclasses.replace(TASKS["moons"], model=lambda: model), ["sgd"], seeds=1)
+
+
+def test_a_task_with_wrong_labels_is_refused_before_any_run() -> None:
+    moons = TASKS["moons"]
+
+    def data(seed: int) -> Any:
+        made = moons.data(seed)
+        return dataclasses.replace(made, train=(made.train[0], made.train[1].float()))
+
+    with pytest.raises(ValueError, match=r"task 'moons' does not work: RuntimeError: .*\(.*, line \d+\)"):
+        compare(dataclasses.replace(moons, data=data), ["sgd"], seeds=1)
+    empty = dataclasses.replace(moons, data=lambda seed: dataclasses.replace(moons.data(seed), validation=([], [])))
+    with pytest.raises(ValueError, match="data must have samples to validation"):
+        compare(empty, ["sgd"], seeds=1)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_script_needs_its_guard(guard: bool, tmp_path: Path) -> None:
+    call = f"compare('moons', ['sgd'], seeds=2, epochs=1, jobs=2, out={str(tmp_path / 's')!r}, overwrite=True)"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from flatmin.study import compare\n" + (f"if __name__ == '__main__':\n    {call}\n" if guard else call)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == (0 if guard else 1)
+    if not guard:
+        assert "a script that uses jobs > 1 must call compare under" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("RuntimeError: a worker process did not start")

@@ -105,7 +105,7 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "error: interrupted; finished runs are kept, go on with --resume" in err
+    assert "error: interrupted; what had finished is kept, go on with --resume" in err
     assert "Traceback" not in err
     assert stored(out)
 
@@ -121,7 +121,7 @@ def test_a_full_disk_stops_with_one_line_and_loses_nothing(tmp_path: Path) -> No
         command(out, epochs=20), preexec_fn=no_room, capture_output=True, text=True, timeout=300, check=False
     )
     assert process.returncode == 1
-    assert "finished runs are kept, go on with --resume" in process.stderr
+    assert "what had finished is kept, go on with --resume" in process.stderr
     assert "Traceback" not in process.stderr
     before = stored(out)
     assert finish(out, "--resume", epochs=20) == expected

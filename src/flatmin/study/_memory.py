@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,7 +26,12 @@ def _quiet() -> Iterator[None]:
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The largest sum of live storage that ``work`` allocates on the CPU, everything it builds included."""
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        _quiet(),
+        warnings.catch_warnings(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        warnings.simplefilter("ignore")  # what there is to warn of, the run itself says
         keep = work()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None

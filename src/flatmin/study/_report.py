@@ -105,12 +105,17 @@ def _outcome(result: StudyResult, rows: Sequence[MethodSummary]) -> str:
             f"No method's test accuracy could be told apart from that of {result.reference} "
             "(paired t-tests at 5 % after Holm's adjustment); this does not show that they are equal."
         )
-    listed = ", ".join(f"{c.method} ({_minus(f'{c.mean_difference:+.2f}')} points)" for c in found)
+    seeds = len(result.settings["seeds"])
+    listed = ", ".join(
+        f"{c.method} ({_minus(f'{c.mean_difference:+.2f}')} points"
+        + (f" on the {c.n} of {seeds} seeds that both finished)" if c.n < seeds else ")")
+        for c in found
+    )
     rest = len(tested) - len(found)
     return (
         f"Test accuracy differs from that of {result.reference} for {listed} "
         "(paired t-tests at 5 % after Holm's adjustment)"
-        + (f"; the other {rest} could not be told apart from it." if rest else ".")
+        + (f"; {'one other' if rest == 1 else f'the other {rest}'} could not be told apart from it." if rest else ".")
     )
 
 

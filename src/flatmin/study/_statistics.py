@@ -181,8 +181,10 @@ def _compare_pairs(method: str, reference: str, ours: Mapping[int, float], their
     # ratio of rounding errors. 64 units in the last place also keep clear of SciPy's precision warning (10).
     rounding = 64 * np.finfo(np.float64).eps * max(np.abs(a).max(), np.abs(b).max())
     if np.ptp(a - b) <= rounding:
-        p = 1.0 if abs(mean) <= rounding else 0.0
-        return Comparison(method, reference, n, mean, mean, mean, p, math.nan)
+        # Accuracies lie on a grid, so that a few seeds may well differ by the same amount by chance: without
+        # any spread there is nothing to test with, and no interval.
+        p = 1.0 if abs(mean) <= rounding else math.nan
+        return Comparison(method, reference, n, mean, math.nan, math.nan, p, math.nan)
     test: Any = stats.ttest_rel(a, b)  # SciPy's result has no type stubs
     interval = test.confidence_interval(CONFIDENCE)
     return Comparison(

@@ -17,8 +17,8 @@ class Store:
         try:
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS runs (method TEXT, seed INTEGER, record TEXT NOT NULL, "
-                "PRIMARY KEY (method, seed))"
+                "CREATE TABLE IF NOT EXISTS runs (method TEXT, seed INTEGER, status TEXT NOT NULL, "
+                "record TEXT NOT NULL, PRIMARY KEY (method, seed))"
             )
             self._connection.commit()
         except sqlite3.DatabaseError:
@@ -26,10 +26,13 @@ class Store:
             raise
 
     def add(self, record: Record) -> None:
-        """Keep ``record``; a run that is there already stays as it is."""
+        """Keep ``record``; a run that is there already stays as it is, unless it had failed."""
+        row = (record.method, record.seed, record.status, record.to_json())
         with self._connection:
             self._connection.execute(
-                "INSERT OR IGNORE INTO runs VALUES (?, ?, ?)", (record.method, record.seed, record.to_json())
+                "INSERT INTO runs VALUES (?, ?, ?, ?) ON CONFLICT (method, seed) DO UPDATE "
+                "SET status = excluded.status, record = excluded.record WHERE runs.status = 'failed'",
+                row,
             )
 
     def load(self) -> dict[tuple[str, int], Record]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,10 @@ class Data:
     train: Split
     validation: Split
     test: Split
+
+
+class TaskError(ValueError):
+    """A task whose parts do not fit together."""
 
 
 def cosine(progress: float) -> float:
@@ -89,7 +95,7 @@ class Task:
             return model.get_submodule(self.head)
         except AttributeError:
             listed = ", ".join(name for name, _ in model.named_modules() if name)
-            raise ValueError(
+            raise TaskError(
                 f"head of task {self.name!r} must name a layer of its model ({listed}), got {self.head!r}"
             ) from None
 
@@ -111,14 +117,19 @@ def load_task(reference: str) -> Task:
         raise ValueError(f"task must be one of {', '.join(TASKS)} or 'file.py:attribute', got {_check.show(reference)}")
     if not Path(path).is_file():
         raise ValueError(f"task {_check.show(reference)}: there is no file {path!r}")
-    spec = importlib.util.spec_from_file_location("flatmin_user_task", path)
+    spec = importlib.util.spec_from_file_location(f"flatmin_task_{Path(path).stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As when Python runs a script: the file's folder is importable, and the module can be looked up by name.
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"task {_check.show(reference)}: the file raised {_check.show(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"task {_check.show(reference)}: the file raised {describe(error)}") from error
     task = getattr(module, attribute, None)
     if not isinstance(task, Task):
         raise ValueError(
@@ -127,7 +138,18 @@ def load_task(reference: str) -> Task:
     return task
 
 
+def describe(error: BaseException) -> str:
+    """An error in one line, with the place it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(__file__).parent
+    outside = [frame for frame in frames if Path(frame.filename).parent != ours and "<frozen" not in frame.filename]
+    place = f" ({Path(outside[-1].filename).name}, line {outside[-1].lineno})" if outside else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
 def fingerprint(reference: str) -> str:
     """A digest of a user's task file, so that a resumed study notices a change; empty for built-in tasks."""
-    path = reference.rpartition(":")[0]
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path.endswith(".py") else ""
+    path, _, attribute = reference.rpartition(":")
+    if not path.endswith(".py"):
+        return ""
+    return f"{attribute} {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flatmin import EMA, SwitchEMA
 from flatmin._extras import need
 from flatmin._grammar import Recipe
+from flatmin.step import Step
 from flatmin.study._memory import peak_bytes
 from flatmin.study._record import Record
 from flatmin.study._task import Data, Split, Task
@@ -38,6 +39,11 @@ class Budget:
         return total if self.kind == "epochs" else max(1, int(total / recipe.gradients))
 
 
+def stream(seed: int, purpose: str) -> int:
+    """A seed for one purpose of a run, so that no two purposes, and no two runs, draw the same numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:7], "big")
+
+
 class _Setup:
     """Everything that trains: built in one order from one seed, so that all methods start alike."""
 
@@ -45,10 +51,10 @@ class _Setup:
         self.task = task
         self.train = data.train
         self.steps_per_epoch = math.ceil(len(data.train[1]) / task.batch_size)
-        torch.manual_seed(seed)
+        torch.manual_seed(stream(seed, "model"))
         self.model = task.model()
-        self.order = torch.Generator().manual_seed(seed)
-        self.augmentation = torch.Generator().manual_seed(seed)
+        self.order = torch.Generator().manual_seed(stream(seed, "order"))
+        self.augmentation = torch.Generator().manual_seed(stream(seed, "augmentation"))
         base = task.optimizer(self.model.parameters())
         _scale_rate(base, recipe, self.steps_per_epoch)
         built = recipe.build("step", base=base, model=self.model)
@@ -59,9 +65,17 @@ class _Setup:
         )
         self.average: EMA | SwitchEMA | None = averages[0] if averages else None
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: task.schedule(step / steps))
-        self.gradients = 0
+        self.recipe = recipe
+        self.calls = 0
         # What was drawn while building must not shift the training's own draws.
-        torch.manual_seed(seed + 1)
+        torch.manual_seed(stream(seed, "training"))
+
+    @property
+    def gradients(self) -> int:
+        """Gradient evaluations so far."""
+        # A step counts products with the Hessian too, which no call of the closure shows.
+        evaluations = self.optimizer.evaluations if isinstance(self.optimizer, Step) else self.calls
+        return round(evaluations * self.recipe.gradients_per_evaluation)
 
     def epoch(self) -> Iterator[Split]:
         """The batches of one pass over the training split, in the seed's order."""
@@ -76,7 +90,7 @@ class _Setup:
         """One optimizer step; the clean loss."""
 
         def closure() -> Tensor:
-            self.gradients += 1
+            self.calls += 1
             self.optimizer.zero_grad()
             loss = self.task.loss(self.model(x), y)
             for penalty in self.penalties:
@@ -96,16 +110,20 @@ class _Setup:
         return nullcontext() if self.average is None else self.average.applied()
 
 
-def run(task: Task, recipe: Recipe, seed: int, budget: Budget) -> Record:
+def run(task: Task, recipe: Recipe, seed: int, budget: Budget, peaks: dict[str, int] | None = None) -> Record:
     """Train once; a loss that is not finite ends the run as ``diverged``.
 
-    The calling process's generators, thread count and determinism settings are as before afterwards.
+    ``peaks`` remembers the peak memory of methods measured before, which does not depend on the seed. The
+    calling process's generators, thread count and determinism settings are as before afterwards.
     """
     with _isolated():
+        torch.manual_seed(stream(seed, "data"))
         data = task.data(seed)
         steps_per_epoch = math.ceil(len(data.train[1]) / task.batch_size)
         steps = budget.steps(recipe, steps_per_epoch)
-        peak = _peak(task, recipe, steps_per_epoch)
+        peaks = {} if peaks is None else peaks
+        if str(recipe) not in peaks:
+            peaks[str(recipe)] = _peak(task, recipe, data)
         setup = _Setup(task, recipe, data, seed, steps)
         history: list[dict[str, float]] = []
         done, seconds, finite = 0, 0.0, True
@@ -134,10 +152,12 @@ def run(task: Task, recipe: Recipe, seed: int, budget: Budget) -> Record:
                 if done < steps and isinstance(setup.average, SwitchEMA):
                     setup.average.switch()
         metrics: dict[str, float] = {}
+        message = "" if finite else f"the loss was not finite after step {done}"
         if finite:
             with setup.measured():
                 metrics = _final(setup.model, data)
             finite = all(math.isfinite(value) for value in metrics.values())
+            message = "" if finite else "the trained model's loss on the data was not finite"
         return Record(
             task=task.name,
             method=str(recipe),
@@ -148,8 +168,8 @@ def run(task: Task, recipe: Recipe, seed: int, budget: Budget) -> Record:
             steps=done,
             gradients=setup.gradients,
             seconds=seconds,
-            peak_bytes=peak,
-            message="" if finite else f"the loss was not finite after step {done}",
+            peak_bytes=peaks[str(recipe)],
+            message=message,
         )
 
 
@@ -195,28 +215,21 @@ def _scale_rate(base: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: in
             group["lr"] *= factor
 
 
-@lru_cache(maxsize=64)
-def _peak_of(task: Task, method: str, steps_per_epoch: int) -> int:
-    from flatmin._grammar import parse_method
-
-    def work() -> Any:
-        setup = _Setup(task, parse_method(method), data, 0, steps_per_epoch)
+def _peak(task: Task, recipe: Recipe, data: Data) -> int:
+    def work() -> _Setup:
+        setup = _Setup(task, recipe, data, 0, 2)
         for _, (x, y) in zip(range(2), setup.epoch(), strict=False):
             setup.step(x, y)
         return setup
 
-    data = task.data(0)
     return peak_bytes(work)
-
-
-def _peak(task: Task, recipe: Recipe, steps_per_epoch: int) -> int:
-    return _peak_of(task, str(recipe), steps_per_epoch)
 
 
 @contextmanager
 def _isolated() -> Iterator[None]:
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -224,4 +237,4 @@ def _isolated() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
