@@ -38,6 +38,11 @@ class Part:
     method: Method
     options: Mapping[str, Option]
 
+    @property
+    def cost(self) -> float:
+        """Gradient evaluations with these options."""
+        return self.method.cost(self.options)
+
     def __str__(self) -> str:
         if not self.options:
             return self.label
@@ -69,12 +74,12 @@ class Recipe:
         """Gradient evaluations a step (forward + backward = 1)."""
         steps = self.at("step")
         # Every evaluation of the loss differentiates the penalties too.
-        return float((steps[0].method.gradients if steps else 1) * self.gradients_per_evaluation)
+        return float((steps[0].cost if steps else 1) * self.gradients_per_evaluation)
 
     @property
     def gradients_per_evaluation(self) -> float:
         """Gradient evaluations that one forward and backward pass of the loss with its penalties costs."""
-        return 1.0 + sum(part.method.gradients for part in self.at("penalty"))
+        return 1.0 + sum(part.cost for part in self.at("penalty"))
 
     def build(self, place: str, **supplied: Any) -> list[Any]:
         """Build the parts of ``place``; ``supplied`` are arguments such as ``base``, ``model``, ``layer``."""

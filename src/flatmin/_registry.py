@@ -33,19 +33,23 @@ class Method:
     """One registered method.
 
     ``gradients`` is the number of gradient evaluations (forward + backward = 1) that one optimizer step
-    takes in all for a step, and in addition for a penalty; ``copies`` the extra memory in copies of the
-    parameters; ``space`` the options a tuner may vary.
+    takes in all for a step, and in addition for a penalty, or a function of the options; ``copies`` the extra
+    memory in copies of the parameters; ``space`` the options a tuner may vary.
     """
 
     name: str
     place: Place
     summary: str
-    gradients: float
+    gradients: float | Callable[[Mapping[str, Any]], float]
     copies: float
     source: str
     build: Callable[..., Any]
     options: Mapping[str, Option]
     space: Mapping[str, Range] = field(default_factory=dict)
+
+    def cost(self, options: Mapping[str, Option]) -> float:
+        """Gradient evaluations with ``options``, and the defaults for what they leave out."""
+        return self.gradients({**self.options, **options}) if callable(self.gradients) else self.gradients
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Option]) -> Any:
         """Build with ``options`` and with those of the ``supplied`` arguments that the constructor takes."""
@@ -63,7 +67,7 @@ def register(
     *,
     summary: str,
     source: str,
-    gradients: float = 0.0,
+    gradients: float | Callable[[Mapping[str, Any]], float] = 0.0,
     copies: float = 0.0,
     space: Mapping[str, Range] | None = None,
 ) -> Callable[[_T], _T]:

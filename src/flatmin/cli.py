@@ -157,7 +157,7 @@ def list_methods() -> None:
     aliases = {base: alias for alias, base in ALIASES.items()}
     for name, method in registered().items():
         label = f"{name} ({aliases[name]})" if name in aliases else name
-        cost = f"+{method.gradients:g}" if method.place in ("penalty", "average") else f"{method.gradients or 1:g}"
+        cost = f"+{method.cost({}):g}" if method.place in ("penalty", "average") else f"{method.cost({}) or 1:g}"
         memory = f"{method.copies:g} x weights" if method.copies else "none"
         options = ", ".join(f"{key}={str(value).lower()}" for key, value in method.options.items())
         table.add_row(label, method.place, cost, memory, options, method.summary, method.source)

@@ -111,18 +111,18 @@ def test_interrupted_from_the_keyboard(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_stops_with_one_line_and_loses_nothing(tmp_path: Path) -> None:
-    expected = finish(tmp_path / "undisturbed", epochs=20)
+    expected = finish(tmp_path / "undisturbed", epochs=20, seeds=2)
     out = tmp_path / "full"
 
     def no_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (24 * 1024, 24 * 1024))
 
     process = subprocess.run(
-        command(out, epochs=20), preexec_fn=no_room, capture_output=True, text=True, timeout=300, check=False
+        command(out, epochs=20, seeds=2), preexec_fn=no_room, capture_output=True, text=True, timeout=300, check=False
     )
     assert process.returncode == 1
     assert "what had finished is kept, go on with --resume" in process.stderr
     assert "Traceback" not in process.stderr
     before = stored(out)
-    assert finish(out, "--resume", epochs=20) == expected
+    assert finish(out, "--resume", epochs=20, seeds=2) == expected
     assert before.items() <= stored(out).items()

@@ -1,7 +1,11 @@
 """Where the gradient is taken: optimizers that measure it at moved weights."""
 
+from flatmin.step._anti_pgd import AntiPGD
 from flatmin.step._asam import ASAM
+from flatmin.step._lpf import LPFSGD
 from flatmin.step._optimizer import Step
 from flatmin.step._sam import SAM
+from flatmin.step._universal import DetSAM, FrobSAM, TraceSAM
+from flatmin.step._weight_noise import WeightNoise
 
-__all__ = ["ASAM", "SAM", "Step"]
+__all__ = ["ASAM", "LPFSGD", "SAM", "AntiPGD", "DetSAM", "FrobSAM", "Step", "TraceSAM", "WeightNoise"]
