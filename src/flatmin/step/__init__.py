@@ -2,10 +2,28 @@
 
 from flatmin.step._anti_pgd import AntiPGD
 from flatmin.step._asam import ASAM
+from flatmin.step._crsam import CRSAM
+from flatmin.step._eigensam import EigenSAM
+from flatmin.step._full_sam import FullSAM
 from flatmin.step._lpf import LPFSGD
 from flatmin.step._optimizer import Step
+from flatmin.step._penalty_sam import PenaltySAM
 from flatmin.step._sam import SAM
 from flatmin.step._universal import DetSAM, FrobSAM, TraceSAM
 from flatmin.step._weight_noise import WeightNoise
 
-__all__ = ["ASAM", "LPFSGD", "SAM", "AntiPGD", "DetSAM", "FrobSAM", "Step", "TraceSAM", "WeightNoise"]
+__all__ = [
+    "ASAM",
+    "CRSAM",
+    "LPFSGD",
+    "SAM",
+    "AntiPGD",
+    "DetSAM",
+    "EigenSAM",
+    "FrobSAM",
+    "FullSAM",
+    "PenaltySAM",
+    "Step",
+    "TraceSAM",
+    "WeightNoise",
+]
