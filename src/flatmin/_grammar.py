@@ -215,7 +215,10 @@ class _Parser:
         if key in options:
             raise self.error(f"option {key!r} of {method.name!r} is given twice", position)
         kind, value, position = self.take("number", "name", "quoted")
-        options[key] = _read(kind, value)
+        option = _read(kind, value)
+        if isinstance(method.options[key], float) and type(option) is int:
+            option = float(option)  # sam(rho=1) and sam(rho=1.0) are one method, by one name
+        options[key] = option
 
 
 def _read(kind: str, value: str) -> Option:

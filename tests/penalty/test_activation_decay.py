@@ -369,3 +369,16 @@ def test_is_registered() -> None:
     method = methods()["ad"]
     assert (method.place, method.gradients, method.copies) == ("penalty", 0.0, 0.0)
     assert dict(method.options) == {"sigma": 0.1}
+
+
+def test_a_check_in_evaluation_mode_is_no_part_of_the_training_loss() -> None:
+    head = torch.nn.Linear(2, 2)
+    decay = ActivationDecay(head, 1.0)
+    head.eval()
+    head(torch.full((4, 2), 100.0))
+    head.train()
+    head(torch.ones(4, 2))
+    assert decay().item() == 1.0
+    head.eval()
+    head(torch.full((4, 2), 2.0))
+    assert decay().item() == 4.0  # trained in that mode

@@ -167,6 +167,27 @@ def test_fsdp2_equals_the_global_reference(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def _foreign(rank: int) -> list[Tensor]:
+    net = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    optimizer = SAM(torch.optim.SGD(net.module[0].parameters(), lr=LR), 0.5, model=net, replay_rng=False)
+    for step in range(2):
+        x, y = halves(step)[rank]
+
+        def evaluate(x: Tensor = x, y: Tensor = y) -> None:
+            nn.functional.cross_entropy(net(x), y).backward()
+
+        net.zero_grad()
+        evaluate()
+        clean = net.module[2].weight.grad.clone()
+        optimizer.transform(evaluate)
+    return [clean, net.module[2].weight.grad]
+
+
+def test_foreign_gradients_stay_clean_in_bucket_views(tmp_path: Path) -> None:
+    for clean, kept in in_two_processes(_foreign, tmp_path):
+        assert torch.equal(clean, kept)
+
+
 def test_per_worker_needs_ddp() -> None:
     net = model()
     asserts.assert_refuses(

@@ -180,7 +180,7 @@ def test_what_cannot_be_wrapped_is_refused_with_a_reason() -> None:
     asserts.assert_refuses(
         lambda: SAM(SGD([leaf(1.0)], lr=0.1), model=nn.Linear(2, 2)),
         ValueError,
-        "model has none of the parameters",
+        "model must hold every parameter",
     )
     asserts.assert_refuses(lambda: SAM(SGD([leaf(1.0)], lr=0.1), model="m"), TypeError, "model must be")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model"):
@@ -262,11 +262,11 @@ def test_p24_zeroing_in_place_or_to_none_gives_the_same(set_to_none: bool) -> No
     torch.testing.assert_close(w.detach(), expected, rtol=0, atol=1e-12)
 
 
-def test_a_closure_that_does_not_zero_is_found_out_at_the_first_step() -> None:
+@pytest.mark.parametrize("rho", [0.05, 0.0])
+def test_a_closure_that_does_not_zero_is_found_out(rho: float) -> None:
     """Lightning and Accelerate under accumulation hand over such closures; the result would be wrong."""
     model = Everything()
-    optimizer = SAM(SGD(model.parameters(), lr=0.1), model=model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = SAM(SGD(model.parameters(), lr=0.1), rho, model=model)
     x, y = batch()
 
     def closure() -> torch.Tensor:
@@ -274,9 +274,162 @@ def test_a_closure_that_does_not_zero_is_found_out_at_the_first_step() -> None:
         loss.backward()
         return loss
 
+    closure()  # a first micro-batch, whose gradient the closure is to add to
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     asserts.assert_refuses(lambda: optimizer.step(closure), RuntimeError, "zero the gradients", "transform")
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name])
+
+
+def test_watching_a_closure_changes_no_gradient() -> None:
+    """An unused parameter keeps no gradient, or the zero that zeroing in place leaves, as without flatmin."""
+    for set_to_none, expected in ((True, 1.0), (False, 1.0)):
+        unused, w = leaf(1.0), leaf(1.0, 1.0, 1.0)
+        optimizer = SAM(SGD([unused, w], lr=0.1, weight_decay=0.5), 0.1, model=None)
+
+        def closure(w: Any = w, optimizer: Any = optimizer, set_to_none: bool = set_to_none) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = w.square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        assert unused.item() == expected
+
+
+def test_a_second_pass_without_backward_is_refused() -> None:
+    w = leaf(1.0, 2.0)
+    optimizer = SAM(SGD([w], lr=0.1), model=None, replay_rng=False)
+    w.square().sum().backward()
+    asserts.assert_refuses(
+        lambda: optimizer.transform(lambda: w.square().sum()),
+        RuntimeError,
+        "no parameter has a gradient after a second",
+    )
+    assert w.tolist() == [1.0, 2.0]
+
+
+def test_a_prepared_step_is_taken_once() -> None:
+    """base.step() in the documented loop uses it up, and so does a new window."""
+    w = leaf(1.0)
+    optimizer = SAM(SGD([w], lr=0.1), model=None)
+
+    def evaluate() -> None:
+        w.square().sum().backward()
+
+    for end in (optimizer.base.step, optimizer.begin_window):
+        optimizer.zero_grad()
+        optimizer.begin_window()
+        evaluate()
+        optimizer.transform(evaluate)
+        end()
+        asserts.assert_refuses(optimizer.step, RuntimeError, "closure", "transform")
+
+
+def test_a_failed_asam_leaves_the_base_unwrapped() -> None:
+    model = nn.Linear(2, 2)
+    base = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="named_parameters"):
+        ASAM(base, model=None)
+    assert "rho" not in base.param_groups[0]
+    ASAM(base, model=model)
+
+
+def test_gradients_that_share_memory_are_scaled_once_each() -> None:
+    a, b = leaf(0.0, 0.0), leaf(0.0, 0.0)
+    shared = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    seen: list[list[float]] = []
+
+    def closure() -> float:
+        seen.append(a.tolist())
+        a.grad = b.grad = shared.clone()
+        return 0.0
+
+    SAM(SGD([a, b], lr=0.0), 1.0, model=None).step(closure)
+    assert seen[1] == pytest.approx([0.5, 0.5])
+    c = leaf(0.0, 0.0)
+    expanded = torch.ones((), dtype=torch.float64).expand(2)
+    seen.clear()
+
+    def expanding() -> float:
+        seen.append(c.tolist())
+        c.grad = expanded
+        return 0.0
+
+    SAM(SGD([c], lr=0.0), 2**0.5, model=None).step(expanding)
+    assert seen[1] == pytest.approx([1.0, 1.0])
+
+
+def test_an_interrupt_while_weights_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = leaf(1.0), leaf(1.0)
+    optimizer = SAM(SGD([{"params": [a]}, {"params": [b]}], lr=0.0), 1.0, model=None)
+    real, calls = torch._foreach_copy_, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        real(*arguments)
+        if calls == 3:  # two backups, then the first of two groups put back
+            raise KeyboardInterrupt
+
+    def closure() -> float:
+        a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+        return 0.0
+
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert (a.item(), b.item()) == (1.0, 1.0)
+
+
+def test_sixteen_bit_weights_that_rounding_holds_fast_are_reported() -> None:
+    w = torch.ones(2000, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = SAM(SGD([w], lr=0.0), 0.05, model=None)
+
+    def closure() -> float:
+        w.grad = torch.ones_like(w)
+        return 0.0
+
+    with pytest.warns(UserWarning, match="moves only 0 of 2000 bfloat16 weights"):
+        optimizer.step(closure)
+    optimizer.step(closure)  # once is enough
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e170, 1e300])
+def test_the_radius_is_exact_over_the_range_of_float64(scale: float) -> None:
+    w = leaf(0.0, 0.0)
+    grad = torch.tensor([3.0, 4.0], dtype=torch.float64) * scale
+    seen = run_with_gradients(SAM(SGD([w], lr=0.0), 5.0, model=None), [w], [[grad], [grad]])
+    assert seen[1][0].tolist() == pytest.approx([3.0, 4.0])
+
+
+def test_asam_stays_in_range_where_its_perturbation_does() -> None:
+    w = leaf(1e5, 1e5, dtype=torch.float32)
+    grad = torch.full((2,), 1e30)
+    optimizer = ASAM(SGD([w], lr=0.0), 1.0, model=None, eta=0.0, scaled="all")
+    seen = run_with_gradients(optimizer, [w], [[grad], [grad]])
+    assert (seen[1][0] - seen[0][0]).tolist() == pytest.approx([1e5 / 2**0.5] * 2, rel=1e-5)
+
+
+def test_groups_added_to_the_base_get_the_methods_options() -> None:
+    a, b = leaf(1.0), leaf(1.0)
+    optimizer = SAM(SGD([a], lr=0.1), 0.3, model=None)
+    optimizer.base.add_param_group({"params": [b]})
+    one = torch.ones(1, dtype=torch.float64)
+    run_with_gradients(optimizer, [a, b], [[one, one], [one, one]])
+    assert optimizer.param_groups[1]["rho"] == 0.3
+
+
+def test_model_must_hold_all_that_is_optimized() -> None:
+    """What lies outside would have its buffers moved twice a step without a word."""
+    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    parameters = [*a.parameters(), *b.parameters()]
+    asserts.assert_refuses(lambda: SAM(SGD(parameters, lr=0.1), model=a), ValueError, "4 are not in it", "ModuleList")
+    optimizer = SAM(SGD(parameters, lr=0.1), model=nn.ModuleList([a, b]))
+    with pytest.raises(ValueError, match="1 are not in it"):
+        optimizer.add_param_group({"params": [leaf(1.0)]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_closure_without_backward_is_refused() -> None:
@@ -485,7 +638,12 @@ def test_usam_under_a_scaler_needs_the_scale() -> None:
     w.grad = torch.tensor([8.0, 0.0], dtype=torch.float64)
     asserts.assert_refuses(lambda: optimizer.transform(lambda: None), ValueError, "scale", "get_scale")
     seen: list[Any] = []
-    optimizer.transform(lambda: seen.append(w.tolist()), scale=8.0)
+
+    def evaluate() -> None:
+        seen.append(w.tolist())
+        w.grad = torch.ones_like(w)
+
+    optimizer.transform(evaluate, scale=8.0)
     assert seen == [[1.5, 2.0]]
 
 

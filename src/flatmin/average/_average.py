@@ -85,8 +85,13 @@ class Average(ABC):
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(live, saved)
-            self._depth = 0
+                try:
+                    torch._foreach_copy_(live, saved)
+                except BaseException:  # Ctrl-C in the midst of it
+                    torch._foreach_copy_(live, saved)
+                    raise
+                finally:
+                    self._depth = 0
 
     def copy_to(self, model: nn.Module | None = None) -> None:
         """Write the average for good into the live model, or into ``model`` of the same names and shapes.

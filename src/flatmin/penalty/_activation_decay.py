@@ -87,7 +87,7 @@ class ActivationDecay:
             )
         self.sigma = sigma
         self._layer = layer
-        self._kept: list[tuple[Tensor, tuple[tuple[int, int], ...]]] = []
+        self._kept: list[tuple[Tensor, tuple[tuple[int, int], ...], bool]] = []
         handle = layer.register_forward_pre_hook(_Capture(self), with_kwargs=True)
         self._remove = weakref.finalize(self, handle.remove)
         self._remove.atexit = False
@@ -125,7 +125,10 @@ class ActivationDecay:
                 "ActivationDecay has no activations: run the model's forward pass first, with gradients"
                 " enabled, once for every call of penalty(); in evaluation leave the penalty out"
             )
-        inputs = [z for z, _ in self._kept]
+        # A forward in evaluation mode with gradients on (a check in between) is no part of the training loss,
+        # unless the layer is being trained in that mode.
+        modes = [training for _, _, training in self._kept]
+        inputs = [z for z, _, training in self._kept if training or not any(modes)]
         self._kept.clear()
         rows = sum(z.shape[:-1].numel() for z in inputs)
         # Without features the sum is exactly zero, and so is its gradient; 0 * inf would be NaN.
@@ -153,7 +156,7 @@ class ActivationDecay:
                 f"{_LIMIT} forward passes are waiting for penalty(): call it in every step, clear() after a"
                 " step that was given up, and evaluate under torch.no_grad()"
             )
-        self._kept.append((inputs[0], self._versions()))
+        self._kept.append((inputs[0], self._versions(), self._layer.training))
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
         return tuple((id(weight), weight._version) for weight in self._layer.parameters())
@@ -161,7 +164,7 @@ class ActivationDecay:
     def _drop_stale(self) -> None:
         if self._kept:
             now = self._versions()
-            self._kept = [(z, seen) for z, seen in self._kept if seen == now]
+            self._kept = [entry for entry in self._kept if entry[1] == now]
 
 
 def _square_sum(z: Tensor) -> Tensor:

@@ -77,9 +77,11 @@ class ASAM(Step):
     ) -> None:
         self.eta = _check.number("eta", eta, low=0.0)
         self.scaled = _check.choice("scaled", scaled, ("weights", "all"))
-        super().__init__(base, model=model, defaults={"rho": rho}, replay_rng=replay_rng, sync=sync)
         # Parameters, not their ids: a deep copy of the optimizer has other ids.
         self._unscaled: list[Tensor] = []
+        super().__init__(base, model=model, defaults={"rho": rho}, replay_rng=replay_rng, sync=sync)
+
+    def _prepare(self) -> None:
         self._find_unscaled(self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -117,9 +119,9 @@ class ASAM(Step):
         ascent = window.take_gradient()
         unscaled = {id(parameter) for parameter in self._unscaled}
         self._rescale(ascent, unscaled)  # T g
-        norm = ascent.norm()
-        self._rescale(ascent, unscaled)  # T^2 g
-        ascent.scale_(lambda group: group["rho"], norm)
+        # Divided before the second T: T^2 g may leave the range of float32 where the perturbation does not.
+        ascent.scale_(lambda group: group["rho"], ascent.norm())
+        self._rescale(ascent, unscaled)
         with window.moved(ascent):
             window.evaluate()
 

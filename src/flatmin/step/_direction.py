@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class Direction:
         """Move every ``.grad`` of ``groups`` into a new direction; a parameter listed twice counts once."""
         buckets: list[Bucket] = []
         seen: set[int] = set()
+        pointers: set[int] = set()
         for group in groups:
             alike: dict[tuple[torch.device, torch.dtype, Shards], Bucket] = {}
             kind, bucket = None, Bucket(group)
@@ -60,6 +62,12 @@ class Direction:
                     continue
                 seen.add(id(parameter))
                 weight, value, shards = _plain(parameter, grad)
+                # Several .grad in one memory, or one with itself (expanded), would be scaled more than once.
+                pointer = value.data_ptr()
+                if pointer in pointers or (not value.is_contiguous() and 0 in value.stride()):
+                    value = value.clone(memory_format=torch.contiguous_format)
+                elif pointer:
+                    pointers.add(pointer)
                 # Mostly the bucket of the one before: comparing is cheaper than hashing.
                 if (like := (weight.device, weight.dtype, shards)) != kind:
                     kind = like
@@ -167,7 +175,7 @@ class Direction:
             limits = torch.finfo(like.dtype)
             if divide:
                 # The norm is clamped, not padded: rho g / (|g| + 1e-12) halves the radius at |g| = 1e-12.
-                scale = (value / norm.clamp(min=torch.finfo(torch.float32).tiny)).clamp(limits.min, limits.max)
+                scale = (value / norm.clamp(min=limits.tiny)).clamp(limits.min, limits.max)
                 torch._foreach_mul_(bucket.values, scale.to(like.device, like.dtype))
             else:
                 torch._foreach_mul_(bucket.values, value)
@@ -252,9 +260,13 @@ def _norm(tensors: list[Tensor]) -> Tensor:
         return _length(torch._foreach_norm(tensors, 2, dtype=torch.float64))
     # On the CPU float64 norms of float32 tensors take 25 times as long, so they are the exception.
     norm = _length(torch._foreach_norm(tensors), torch.float64)
-    if first.dtype == torch.float64 or _SAFE_LOW < norm < _SAFE_HIGH:
+    if _SAFE_LOW < norm < _SAFE_HIGH:
         return norm
-    return _length(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+    largest = float(torch.stack(list(torch._foreach_norm(tensors, torch.inf))).max())
+    if not 0 < largest < math.inf:
+        return norm if math.isnan(largest) else torch.tensor(largest, dtype=torch.float64)
+    scaled = [tensor.double() / largest for tensor in tensors]
+    return _length(torch._foreach_norm(scaled)) * largest
 
 
 def _length(norms: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:

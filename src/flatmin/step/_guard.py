@@ -52,7 +52,7 @@ class Buffers:
         self._saved: list[tuple[Tensor, Tensor]] = []
         seen: set[int] = set()
         for module in modules:
-            if not module._buffers:
+            if not isinstance(module._buffers, dict) or not module._buffers:  # TorchScript keeps its own
                 continue
             self._places.append((module._buffers, dict(module._buffers)))
             for buffer in module._buffers.values():
@@ -74,6 +74,8 @@ class Buffers:
 
 
 def _can_change(buffer: Tensor) -> bool:
+    if buffer.layout != torch.strided:
+        return False
     # Memory that several entries share (position ids made by expand) cannot be written in place at all.
     overlaps = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return not overlaps and not buffer.is_inference()
@@ -83,8 +85,9 @@ class ForeignGradients:
     """Gradients of parameters that another optimizer owns; a second pass must not add to them."""
 
     def __init__(self, modules: list[nn.Module], own: set[int]) -> None:
+        # By value: data parallelism may keep gradients in memory that the next backward pass writes again.
         self._saved = [
-            (parameter, parameter.grad)
+            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach().clone())
             for module in modules
             for parameter in module._parameters.values()
             if parameter is not None and parameter.requires_grad and id(parameter) not in own
@@ -92,10 +95,13 @@ class ForeignGradients:
 
     def clear(self) -> None:
         """Let the coming pass write into fresh gradients."""
-        for parameter, _ in self._saved:
+        for parameter, _, _ in self._saved:
             parameter.grad = None
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put the clean pass's gradients back."""
-        for parameter, grad in self._saved:
+        for parameter, grad, value in self._saved:
+            if grad is not None and value is not None:
+                grad.copy_(value)
             parameter.grad = grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +18,7 @@ from flatmin import _check
 from flatmin.step._direction import Group, is_sharded
 from flatmin.step._graph import hold_backward
 from flatmin.step._guard import Buffers, Generators, modules_of
-from flatmin.step._window import Backup, Window
+from flatmin.step._window import Backup, Window, ZeroingWatch
 
 _NOT_OURS = (
     "{name} wraps an instance of a torch.optim.Optimizer: pass {name}(torch.optim.SGD(model.parameters(), lr=0.1), "
@@ -38,6 +40,11 @@ class Step(Optimizer):
 
     A non-finite clean gradient does not move the weights; the gradient handed to the base is then as
     non-finite as it would be without flatmin, for a loss scaler to see.
+
+    ``model`` also tells which parameters belong to another optimizer: their gradients stay those of the clean
+    pass. With ``model=None`` there must be none. Torch's generators are replayed from :meth:`begin_window` on,
+    so draws of other kinds between it and the passes (augmentation by torch in this process) must come before
+    it. A clean ``.grad`` tensor is used up; an error of the base's own ``step`` is not undone.
 
     A method overrides :meth:`_replace_gradient` and names its per-group options in ``defaults``.
     """
@@ -79,10 +86,7 @@ class Step(Optimizer):
                 f"model must be the torch.nn.Module whose buffers to protect, or None, got {_check.show(model)}"
             )
         _check.boolean("replay_rng", replay_rng)
-        if model is not None:
-            members = {id(parameter) for parameter in model.parameters()}
-            if not any(id(p) in members for group in base.param_groups for p in group["params"]):
-                raise ValueError("model has none of the parameters that base optimizes: pass the model being trained")
+        _check_members(model, base.param_groups)
         _check.choice("sync", sync, ("global", "per_worker"))
         if sync == "per_worker":
             _check_per_worker(base, model)
@@ -93,19 +97,27 @@ class Step(Optimizer):
         self.evaluations = 0.0
         self._own_defaults = dict(defaults)
         self._reset_transient()
+        self._prepare()
         checked = [self._with_defaults(group) for group in base.param_groups]
         for group, options in zip(base.param_groups, checked, strict=True):
             group.update(options)
         base._flatmin_wrapped = True  # type: ignore[attr-defined]
+        self._watch_base()
+
+    def _watch_base(self) -> None:
+        self.base.register_step_post_hook(_Stepped(self))
 
     def _reset_transient(self) -> None:
         self._backup = Backup()
         self._running = False
         self._transformed = False
-        self._closure_checked = False
+        self._closures_watched = 0
         self._window_start: Generators | None = None
 
     # --- what a method defines ---------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Raise if the method cannot work with this base and model; the base is still untouched then."""
 
     @abstractmethod
     def _replace_gradient(self, window: Window) -> None:
@@ -148,6 +160,7 @@ class Step(Optimizer):
             generators = Generators(devices)
             try:
                 clean = None
+                watch = ZeroingWatch(self.param_groups) if self._closures_watched < 3 else None
                 with torch.enable_grad(), self._local_gradients():
                     if self.needs_graph:
                         with hold_backward() as held:
@@ -155,15 +168,16 @@ class Step(Optimizer):
                         clean = held.total
                     else:
                         loss = _checked_loss(closure())
+                if watch is not None:
+                    # What is seen once holds for good; a closure that sets .grad itself is never seen.
+                    self._closures_watched = 3 if watch.end() else self._closures_watched + 1
                 self._run(
                     lambda: _checked_loss(closure()),
                     modules,
                     devices,
                     generators if self.replay_rng else None,
-                    plant=not (self._closure_checked or self.needs_graph),
                     clean=clean,
                 )
-                self._closure_checked = True
             except BaseException:
                 buffers.restore()
                 generators.restore()
@@ -190,6 +204,7 @@ class Step(Optimizer):
         """Mark the start of a window, before its first forward: what the random generators are now."""
         if self._running:
             raise RuntimeError("begin_window() was called during an evaluation of this optimizer")
+        self._transformed = False
         self._window_start = Generators(self._devices())
 
     def transform(self, evaluate: Callable[[], Any], *, scale: float | Tensor | None = None) -> None:
@@ -211,7 +226,7 @@ class Step(Optimizer):
         if scale is not None:
             value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
             factor = _check.number("scale", value, low=0.0, open_low=True)
-        start = self._window_start
+        start, self._window_start = self._window_start, None
         if self.replay_rng and start is None:
             raise RuntimeError(
                 "begin_window() must be called before the window's first forward, so that both passes draw the same "
@@ -226,7 +241,6 @@ class Step(Optimizer):
                 generators.restore()
                 self._drop_gradients()
                 raise
-        self._window_start = None
         self._transformed = True
         # The loop steps the base; a scheduler built on this wrapper must not warn that nothing stepped.
         self._opt_called = True
@@ -239,10 +253,11 @@ class Step(Optimizer):
         start: Generators | None,
         *,
         scale: float = 1.0,
-        plant: bool = False,
         clean: Tensor | None = None,
     ) -> None:
         for group in self.param_groups:
+            for key, default in self._own_defaults.items():
+                group.setdefault(key, default)  # a group added to the base behind our back
             self._check_group(group)
         if clean is None and all(p.grad is None for group in self.param_groups for p in group["params"]):
             raise RuntimeError("no parameter has a gradient: the clean pass must call backward() on its loss")
@@ -254,7 +269,6 @@ class Step(Optimizer):
             backup=self._backup,
             start=start,
             scale=scale,
-            plant=plant,
             clean=clean,
         )
         self._replace_gradient(window)
@@ -285,9 +299,13 @@ class Step(Optimizer):
     # --- one optimizer with the base ---------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
+    def param_groups(self) -> list[Group]:
         """The base optimizer's parameter groups."""
         return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self.base.param_groups = groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # a defaultdict of the base's own making
@@ -308,7 +326,14 @@ class Step(Optimizer):
         """Add a group to the base, with the method's own options checked and defaulted."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {_check.show(param_group)}")
-        self.base.add_param_group({**param_group, **self._with_defaults(param_group)})
+        options = self._with_defaults(param_group)
+        before = len(self.param_groups)
+        self.base.add_param_group({**param_group, **options})
+        try:
+            _check_members(self.model, self.param_groups[before:])
+        except ValueError:
+            del self.param_groups[before:]
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the base does."""
@@ -359,16 +384,18 @@ class Step(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler replaces ``step`` on the instance; a copy must not step the original.
-        transient = {"_backup", "_running", "_transformed", "_closure_checked", "_window_start", "step"}
+        transient = {"_backup", "_running", "_transformed", "_closures_watched", "_window_start", "step"}
         return {key: value for key, value in self.__dict__.items() if key not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset_transient()
         self.base._flatmin_wrapped = True  # type: ignore[attr-defined]
+        self._watch_base()
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{key}={value!r}" for key, value in self._own_defaults.items())
+        group = self.param_groups[0] if self.param_groups else {}
+        options = ", ".join(f"{key}={group.get(key, value)!r}" for key, value in self._own_defaults.items())
         return f"{type(self).__name__}({options}, base={self.base!r})"
 
 
@@ -390,11 +417,36 @@ def _check_per_worker(base: Optimizer, model: nn.Module | None) -> None:
         )
 
 
+class _Stepped:
+    """A hook of the base that tells its wrapper that a prepared step has been taken."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = weakref.ref(step)
+
+    def __call__(self, *_: Any) -> None:
+        step = self._step()
+        if step is not None:
+            step._transformed = False
+
+
+def _check_members(model: nn.Module | None, groups: list[Group]) -> None:
+    """Raise unless ``model`` holds all parameters of ``groups``: what lies outside would be unprotected."""
+    if model is None:
+        return
+    members = {id(parameter) for parameter in model.parameters()}
+    outside = sum(id(parameter) not in members for group in groups for parameter in group["params"])
+    if outside:
+        raise ValueError(
+            f"model must hold every parameter that base optimizes, {outside} are not in it: pass the model being "
+            "trained, or torch.nn.ModuleList([model, ...]) where there are several"
+        )
+
+
 def _checked_loss(loss: Any) -> Any:
     if isinstance(loss, Tensor):
         if loss.ndim == 0:
             return loss
         raise TypeError(f"closure must return the loss as a number or a 0-dim tensor, got shape {tuple(loss.shape)}")
-    if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
         raise TypeError(f"closure must return the loss as a number or a 0-dim tensor, got {_check.show(loss)}")
     return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ class Backup:
         self._store: dict[int, Tensor] = {}
         # Which copies serve which list of parameters, so that an ordinary step looks nothing up.
         self._lists: dict[tuple[int, ...], tuple[list[torch.Size], list[Tensor]]] = {}
+        self._told = False
 
     def copy(self, bucket: Bucket) -> list[Tensor]:
         """A copy of the bucket's weights; valid until the next call that names the same parameters."""
@@ -40,6 +42,22 @@ class Backup:
             self._lists[key] = shapes, copies
         torch._foreach_copy_(copies, bucket.weights)
         return copies
+
+    def tell_if_rounded_away(self, bucket: Bucket) -> None:
+        """Warn, once, when rounding swallows most of a perturbation of 16-bit weights."""
+        if self._told or bucket.weights[0].dtype.itemsize > 2:
+            return
+        self._told = True
+        copies = [self._store[id(parameter)] for parameter in bucket.parameters]
+        entries = sum(weight.numel() for weight in bucket.weights)
+        moved = sum(int((weight != copy).sum()) for weight, copy in zip(bucket.weights, copies, strict=True))
+        if entries > 0 and moved < entries / 2:
+            dtype = str(bucket.weights[0].dtype).removeprefix("torch.")
+            warnings.warn(
+                f"the perturbation moves only {moved} of {entries} {dtype} weights, the others are rounded back: keep "
+                "the weights in float32 (autocast casts them where it helps), or take a larger rho",
+                stacklevel=2,
+            )
 
     def keep_only(self, identities: set[int]) -> None:
         """Forget parameters that no longer belong to the optimizer."""
@@ -64,7 +82,6 @@ class Window:
         backup: Backup,
         start: Generators | None,
         scale: float = 1.0,
-        plant: bool = False,
         clean: Tensor | None = None,
     ) -> None:
         self.scale = scale
@@ -78,7 +95,6 @@ class Window:
         own = {id(parameter) for group in groups for parameter in group["params"]}
         backup.keep_only(own)
         self._foreign = ForeignGradients(modules, own)
-        self._plant = plant
 
     def take_gradient(self, *, keep: bool = False) -> Direction:
         """The gradient that stands in ``.grad`` now, moved out of it.
@@ -89,9 +105,9 @@ class Window:
         gradient = Direction.take(self._groups)
         return gradient.copy() if keep else gradient
 
-    def gradient(self, *, keep: bool = False) -> Direction:
-        """Evaluate at the weights as they are, and take the gradient."""
-        self.evaluate()
+    def gradient(self, *, keep: bool = False, function: Callable[[], Any] | None = None) -> Direction:
+        """Evaluate at the weights as they are, and take the gradient; ``function`` as in :meth:`evaluate`."""
+        self.evaluate(function)
         return self.take_gradient(keep=keep)
 
     def loss(self) -> Tensor:
@@ -104,7 +120,7 @@ class Window:
             loss, self._clean = self._clean, None
             return loss
         with hold_backward() as held:
-            self.evaluate()
+            self.evaluate(held=True)
         if held.total is None:
             raise RuntimeError("evaluate() must call backward() on the window's loss")
         return held.total
@@ -121,75 +137,99 @@ class Window:
         moved = [bucket.weights for bucket in buckets]
         with torch.no_grad():
             copies = [self._backup.copy(bucket) for bucket in buckets]
+        pairs = list(zip(moved, copies, strict=True))
         try:
             with torch.no_grad():
                 while buckets:
-                    _add(buckets.pop(), factor)
+                    bucket = buckets.pop()
+                    _add(bucket, factor)
+                    self._backup.tell_if_rounded_away(bucket)
+                    del bucket
             torch.clear_autocast_cache()
             yield
         finally:
-            with torch.no_grad():
-                for weights, copy in zip(moved, copies, strict=True):
-                    torch._foreach_copy_(weights, copy)
+            try:
+                _put_back(pairs)
+            except BaseException:  # Ctrl-C in the midst of it
+                _put_back(pairs)
+                raise
             # Within one autocast region the low-precision casts of the weights are cached; the cache does
             # not notice that the weights have moved.
             torch.clear_autocast_cache()
 
-    def evaluate(self) -> Any:
-        """Replace every ``.grad`` by the window's gradient at the weights as they are; what the loop returns."""
+    def evaluate(self, function: Callable[[], Any] | None = None, *, held: bool = False) -> Any:
+        """Replace every ``.grad`` by the window's gradient at the weights as they are; what the loop returns.
+
+        ``function`` stands in for the loop's own: other data, on which the generators go on from where they are.
+        ``held`` says that backward passes are held back, so that no gradient is to be expected.
+        """
         self._foreign.clear()
         for group in self._groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        planted = _Planted(self._groups) if self._plant else None
-        if self._start is not None:
+        if self._start is not None and function is None:
             self._start.restore()
         try:
             with torch.enable_grad():
-                returned = self._evaluate()
+                returned = (self._evaluate if function is None else function)()
         finally:
             self._after.restore()
             self._foreign.restore()
         self.evaluations += 1
-        if planted is not None:
-            planted.check()
-            self._plant = False
+        if not held and all(parameter.grad is None for group in self._groups for parameter in group["params"]):
+            raise RuntimeError("no parameter has a gradient after a second pass: it must call backward() on its loss")
         return returned
 
 
-class _Planted:
-    """A mark in one small ``.grad`` that a closure which zeroes its gradients wipes out.
+class ZeroingWatch:
+    """Whether a closure zeroes the gradients before it accumulates, seen at one small ``.grad``.
 
-    A closure that does not (accumulation inside Lightning or Accelerate, a forgotten ``zero_grad``) would
-    leave the perturbed gradient incomplete or wrong without a word.
+    A closure that does not (accumulation inside Lightning or Accelerate, a forgotten ``zero_grad``) would have
+    the clean gradient of several batches and the second gradient of one, without a word. What is watched is
+    the first accumulation into a gradient that stood there before: zeroing replaces the tensor, or writes it
+    once more than accumulating alone.
     """
 
     def __init__(self, groups: list[Group]) -> None:
-        small = [
+        standing = [
             parameter
             for group in groups
             for parameter in group["params"]
             if parameter.requires_grad
-            and parameter.is_floating_point()
-            and parameter.numel() > 0
-            and not is_sharded(parameter)  # has no single value to look at
+            and parameter.is_leaf
+            and parameter.grad is not None
+            and parameter.grad.layout == torch.strided
+            and not is_sharded(parameter)
         ]
-        self._parameter = min(small, key=lambda parameter: int(parameter.numel()), default=None)
-        if self._parameter is not None:
-            self._mark = torch.finfo(self._parameter.dtype).max / 4
-            self._parameter.grad = torch.full_like(self._parameter, self._mark, requires_grad=False)
-            self._grad = self._parameter.grad
-
-    def check(self) -> None:
-        """Raise if the mark is still there."""
-        if self._parameter is None or self._parameter.grad is not self._grad:
+        self.zeroes: bool | None = None
+        self._hook: Any = None
+        if not standing:
             return
-        if bool((self._grad > self._mark / 2).all()):
-            self._parameter.grad = None
+        watched = min(standing, key=lambda parameter: int(parameter.numel()))
+        before, version = watched.grad, watched.grad._version
+
+        def accumulated(parameter: Tensor) -> None:
+            if self.zeroes is None:
+                self.zeroes = parameter.grad is not before or parameter.grad._version > version + 1
+
+        self._hook = watched.register_post_accumulate_grad_hook(accumulated)
+
+    def end(self) -> bool:
+        """Stop watching; whether the closure was seen to zero. Raises if it was seen not to."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self.zeroes is False:
             raise RuntimeError(
                 "the closure does not zero the gradients: it must call zero_grad() before backward(). If the "
                 "loop accumulates over several batches, use begin_window() and transform(evaluate) instead"
             )
+        return self.zeroes is True
+
+
+@torch.no_grad()
+def _put_back(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    for weights, copies in pairs:
+        torch._foreach_copy_(weights, copies)
 
 
 def _alike(copy: Tensor, weight: Tensor) -> bool:
