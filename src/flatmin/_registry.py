@@ -16,7 +16,7 @@ Place = Literal["base", "penalty", "step", "average"]
 Option = float | int | bool | str | None
 
 #: Constructor arguments that the caller's program supplies, never the method string.
-SUPPLIED = frozenset({"base", "model", "layer", "steps_per_epoch", "optimizer", "replay_rng", "sync"})
+SUPPLIED = frozenset({"base", "model", "layer", "steps_per_epoch", "optimizer", "replay_rng", "sync", "aux"})
 
 
 @dataclass(frozen=True)

@@ -168,3 +168,12 @@ def test_sams_memory_is_one_more_copy_of_the_weights() -> None:
     weights = 4 * sum(p.numel() for p in wide().parameters())
     assert sam <= plain + 1.05 * weights + 3 * torch.get_rng_state().numel()
     assert sam >= plain + 0.95 * weights
+
+
+def test_gam_learns_from_independent_batches_and_leaves_the_pairing_alone() -> None:
+    record = train("gam")
+    assert (record.steps, record.gradients) == (18, 72)
+    assert record.status == "ok"
+    assert train("gam", budget="gradients").gradients <= 18
+    assert train("gam(learn=false,gamma=0.05)").metrics == train("sam(normalize=false,rho=0.05)").metrics
+    assert train("gam(gamma=0,learn=false)").metrics == train("sgd").metrics

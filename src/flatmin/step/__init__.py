@@ -5,6 +5,8 @@ from flatmin.step._asam import ASAM
 from flatmin.step._crsam import CRSAM
 from flatmin.step._eigensam import EigenSAM
 from flatmin.step._full_sam import FullSAM
+from flatmin.step._gam import GeneralizationAwareMinimization
+from flatmin.step._gradient_norm_aware import GradientNormAware
 from flatmin.step._lpf import LPFSGD
 from flatmin.step._optimizer import Step
 from flatmin.step._penalty_sam import PenaltySAM
@@ -22,6 +24,8 @@ __all__ = [
     "EigenSAM",
     "FrobSAM",
     "FullSAM",
+    "GeneralizationAwareMinimization",
+    "GradientNormAware",
     "PenaltySAM",
     "Step",
     "TraceSAM",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from flatmin import EMA, SwitchEMA
 from flatmin._extras import need
 from flatmin._grammar import Recipe
-from flatmin.step import Step
+from flatmin.step import GeneralizationAwareMinimization, Step
 from flatmin.study._memory import peak_bytes
 from flatmin.study._record import Record
 from flatmin.study._task import Data, Split, Task
@@ -54,6 +55,7 @@ class _Setup:
         torch.manual_seed(stream(seed, "model"))
         self.model = task.model()
         self.order = torch.Generator().manual_seed(stream(seed, "order"))
+        self.independent = torch.Generator().manual_seed(stream(seed, "independent"))
         self.augmentation = torch.Generator().manual_seed(stream(seed, "augmentation"))
         base = task.optimizer(self.model.parameters())
         _scale_rate(base, recipe, self.steps_per_epoch)
@@ -86,19 +88,30 @@ class _Setup:
                 batch = self.task.augment(batch, self.augmentation)
             yield batch, y[index]
 
+    def _gradient(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.task.loss(self.model(x), y)
+        for penalty in self.penalties:
+            loss = loss + penalty()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _independent(self) -> Split:
+        """Another batch of the training split, for methods that judge a gradient by one."""
+        x, y = self.train
+        index = torch.randint(len(y), (min(self.task.batch_size, len(y)),), generator=self.independent)
+        return x[index], y[index]
+
     def step(self, x: Tensor, y: Tensor) -> float:
         """One optimizer step; the clean loss."""
 
         def closure() -> Tensor:
             self.calls += 1
             self.optimizer.zero_grad()
-            loss = self.task.loss(self.model(x), y)
-            for penalty in self.penalties:
-                loss = loss + penalty()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
+            return self._gradient(x, y)
 
         self.model.train()
+        if isinstance(self.optimizer, GeneralizationAwareMinimization) and self.optimizer.wants_aux:
+            self.optimizer.aux = partial(self._gradient, *self._independent())
         loss: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]  # torch says float
         if self.average is not None:
             self.average.update()
