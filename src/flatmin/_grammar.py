@@ -239,11 +239,11 @@ def _write(value: Option) -> str:
 
 
 def _try(text: str, part: Part) -> None:
-    """Build the part on a model of one weight, so that a value that its class refuses is refused here."""
+    """Build the part on a tiny model, so that a value that its class refuses is refused here."""
     with torch.random.fork_rng(devices=[]):  # parsing a string must not draw from the user's generator
-        model = torch.nn.Linear(1, 1)
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.LayerNorm(1))
     base = torch.optim.SGD(model.parameters(), lr=1.0)
-    supplied = {"base": base, "model": model, "layer": model, "steps_per_epoch": 100, "optimizer": base}
+    supplied = {"base": base, "model": model, "layer": model[0], "steps_per_epoch": 100, "optimizer": base}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whether a value fits is said when the real model is built
         try:

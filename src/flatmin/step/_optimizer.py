@@ -326,6 +326,9 @@ class Step(Optimizer):
         """Add a group to the base, with the method's own options checked and defaulted."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {_check.show(param_group)}")
+        params = param_group.get("params", [])
+        # A generator can be gone through once, and options may be judged by the parameters.
+        param_group = {**param_group, "params": params if isinstance(params, Tensor) else list(params)}
         options = self._with_defaults(param_group)
         before = len(self.param_groups)
         self.base.add_param_group({**param_group, **options})

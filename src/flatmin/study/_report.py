@@ -98,7 +98,7 @@ def _minus(text: str) -> str:
 def _outcome(result: StudyResult, rows: Sequence[MethodSummary]) -> str:
     tested = [row.comparison for row in rows if row.comparison and not math.isnan(row.comparison.p_holm)]
     if not tested:
-        return "There are too few finished runs for a test."
+        return "There are too few finished runs, or none whose differences vary, for a test."
     found = [c for c in tested if c.p_holm <= 0.05]
     if not found:
         return (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatmin.study._files import write_atomic
 from flatmin.study._record import METRICS, Record
-from flatmin.study._statistics import Comparison, MethodSummary, metric, summarise
+from flatmin.study._statistics import Comparison, Estimate, MethodSummary, metric, summarise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +37,7 @@ COLUMNS = (
 )
 
 #: Characters that the whole table needs for one line a row.
-_WHOLE = 106
+_WHOLE = 132
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,7 +116,7 @@ class StudyResult:
         """What the table shows, in a few words for each column that needs them."""
         parts = [
             f"{self.task}, {self.budget}, {_count(len(self.settings['seeds']), 'seed')}",
-            "accuracy: mean ± standard error",
+            "mean ± standard error",
         ]
         if len(self.methods) > 1:
             compared = [row.comparison for row in self.summary() if row.comparison is not None]
@@ -192,7 +192,7 @@ class StudyResult:
         from rich.console import Console
 
         file = io.StringIO()
-        console = Console(file=file, width=120, color_system=None, force_terminal=False, force_jupyter=False)
+        console = Console(file=file, width=140, color_system=None, force_terminal=False, force_jupyter=False)
         console.print(self.table())
         for text in filter(None, (self.caption(), self.footnote())):
             console.print(text, markup=False, highlight=False, emoji=False)
@@ -206,20 +206,25 @@ class StudyResult:
 
 def cells(row: MethodSummary) -> tuple[str, ...]:
     """The row as text, one cell for each of ``COLUMNS``."""
-    error = "" if math.isnan(row.accuracy.error) else f" ± {row.accuracy.error:.2f}"
     return (
         row.method,
         f"{row.n_ok}/{row.n_ok + row.n_diverged + row.n_failed}",
-        show(row.accuracy.mean, "z.2f") + error,
-        show(row.nll.mean, "z.3f"),
-        show(row.ece.mean, "z.2f"),
-        show(row.gap.mean, "z.2f"),
+        show_estimate(row.accuracy, "z.2f"),
+        show_estimate(row.nll, "z.3f"),
+        show_estimate(row.ece, "z.2f"),
+        show_estimate(row.gap, "z.2f"),
         "reference" if row.comparison is None else show_difference(row.comparison),
         UNKNOWN if row.comparison is None else show_p(row.comparison.p_holm),
         show(row.gradients, ",.0f"),
         show(row.time_ratio, ".2f"),
         show(row.memory_ratio, ".2f"),
     )
+
+
+def show_estimate(estimate: Estimate, spec: str) -> str:
+    """A mean and its standard error as text."""
+    mean = show(estimate.mean, spec)
+    return mean if math.isnan(estimate.error) else f"{mean} ± {estimate.error:{spec}}"
 
 
 def show_difference(comparison: Comparison) -> str:
